@@ -1,0 +1,16 @@
+// To be written.
+#pragma once
+
+#include "cpu/kernel_table.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace cpu {
+namespace GANNET_ISA {
+void run_index_select(const IndexSelect&, const RunContext&) { __builtin_trap(); }
+size_t workspace_index_select(const IndexSelect&, int) { return 0; }
+
+}  // namespace GANNET_ISA
+}  // namespace cpu
+}  // namespace v0
+}  // namespace gannet

@@ -1,0 +1,6 @@
+// Kernels for any machine.
+#define GANNET_ISA portable
+#include "cpu/vec_portable.h"
+#include "cpu/kernels/latent-inl.h"
+#include "cpu/kernels/index_k-inl.h"
+#include "cpu/kernels/rope-inl.h"

@@ -1,0 +1,6 @@
+// Kernels for any machine.
+#define GANNET_ISA portable
+#include "cpu/vec_portable.h"
+#include "cpu/kernels/index_logits-inl.h"
+#include "cpu/kernels/index_select-inl.h"
+#include "cpu/kernels/topk-inl.h"

@@ -1,0 +1,74 @@
+// The vector vocabulary on AVX-512 with BF16: sixteen lanes, dot products of bf16 pairs in one instruction
+// (vdpbf16ps: no denormals, round to nearest even, the two products of a pair added before the accumulator's).
+// See vec_portable.h for what each name means and for the rules.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#define GANNET_INLINE static inline __attribute__((always_inline))
+
+namespace gannet {
+inline namespace v0 {
+namespace cpu {
+namespace GANNET_ISA {
+
+inline constexpr int kLanes = 16;
+inline constexpr int kVectorRegisters = 32;
+
+using F = __m512;
+using W = __m512i;
+
+GANNET_INLINE F zero() { return _mm512_setzero_ps(); }
+GANNET_INLINE F set1(float x) { return _mm512_set1_ps(x); }
+GANNET_INLINE F loadu(const float* p) { return _mm512_loadu_ps(p); }
+GANNET_INLINE void storeu(float* p, F v) { _mm512_storeu_ps(p, v); }
+GANNET_INLINE __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+GANNET_INLINE F loadu_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+GANNET_INLINE void storeu_n(float* p, F v, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
+GANNET_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
+GANNET_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+GANNET_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+GANNET_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+GANNET_INLINE F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
+GANNET_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
+GANNET_INLINE F min(F a, F b) { return _mm512_min_ps(a, b); }
+GANNET_INLINE float reduce_add(F v) { return _mm512_reduce_add_ps(v); }
+GANNET_INLINE float reduce_max(F v) { return _mm512_reduce_max_ps(v); }
+
+GANNET_INLINE W load_w(const uint32_t* p) { return _mm512_loadu_si512(p); }
+GANNET_INLINE void store_w(uint32_t* p, W v) { _mm512_storeu_si512(p, v); }
+GANNET_INLINE W set1_w(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+GANNET_INLINE F dot2(F acc, W a, W b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+GANNET_INLINE W to_bf16_w(F x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)); }
+GANNET_INLINE W pack2(F low, F high) { return _mm512_or_si512(to_bf16_w(low), _mm512_slli_epi32(to_bf16_w(high), 16)); }
+GANNET_INLINE F load_bf16(const uint16_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+}
+GANNET_INLINE void store_bf16(uint16_t* p, F v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v)); }
+GANNET_INLINE void interleave2(const uint16_t* a, const uint16_t* b, uint32_t* out) {
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
+  const __m512i low = _mm512_unpacklo_epi16(x, y), high = _mm512_unpackhi_epi16(x, y);
+  _mm512_storeu_si512(out, _mm512_permutex2var_epi32(low, first, high));
+  _mm512_storeu_si512(out + 16, _mm512_permutex2var_epi32(low, second, high));
+}
+GANNET_INLINE F load_e4m3(const uint8_t* p) {
+  const __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m512i magnitude = _mm512_and_si512(b, _mm512_set1_epi32(0x7f));
+  const __m512 value = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(magnitude, 20)), _mm512_set1_ps(0x1p120f));
+  const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(b, _mm512_set1_epi32(0x80)), 24);
+  const __mmask16 nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7f));
+  const __m512i bits = _mm512_or_si512(_mm512_castps_si512(value), sign);
+  return _mm512_castsi512_ps(_mm512_mask_or_epi32(bits, nan, bits, _mm512_set1_epi32(0x7fc00000)));
+}
+GANNET_INLINE F round_int(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+GANNET_INLINE F scale2(F p, F n) { return _mm512_scalef_ps(p, n); }
+
+}  // namespace GANNET_ISA
+}  // namespace cpu
+}  // namespace v0
+}  // namespace gannet
