@@ -31,16 +31,12 @@ enum class DType : uint8_t {
 constexpr size_t size_of(DType t) noexcept {
   switch (t) {
     case DType::kF32:
-    case DType::kI32:
-      return 4;
-    case DType::kI64:
-      return 8;
+    case DType::kI32: return 4;
+    case DType::kI64: return 8;
     case DType::kBf16:
-    case DType::kF16:
-      return 2;
+    case DType::kF16: return 2;
     case DType::kE4m3:
-    case DType::kU8:
-      return 1;
+    case DType::kU8: return 1;
   }
   return 0;
 }

@@ -19,15 +19,16 @@ inline namespace v0 {
 /// A non-owning reference to a callable `void(int64_t task, int worker)`; valid while the callable lives.
 class TaskRef {
  public:
-  template <class F>
-    requires(!std::is_same_v<std::remove_cvref_t<F>, TaskRef>)
-  TaskRef(F&& f) noexcept
-      : object_(const_cast<void*>(static_cast<const void*>(&f))), call_([](void* o, int64_t task, int worker) {
-          (*static_cast<std::remove_reference_t<F>*>(o))(task, worker);
-        }) {}
+  template <class F, class = std::enable_if_t<!std::is_same_v<std::remove_cvref_t<F>, TaskRef>>>
+  TaskRef(F&& f) noexcept : object_(const_cast<void*>(static_cast<const void*>(&f))), call_(&call<F>) {}
   void operator()(int64_t task, int worker) const { call_(object_, task, worker); }
 
  private:
+  template <class F>
+  static void call(void* object, int64_t task, int worker) {
+    (*static_cast<std::remove_reference_t<F>*>(object))(task, worker);
+  }
+
   void* object_;
   void (*call_)(void*, int64_t, int);
 };

@@ -52,9 +52,9 @@ struct LatentCacheView {
   LatentFormat format = LatentFormat::kBf16;
   RowGeometry geometry{};
   int64_t num_pages = 0;
-  int32_t page_size = 64;          ///< tokens
-  int64_t page_stride_bytes = 0;   ///< at least page_size * latent_row_bytes
-  float scale = 0.0f;              ///< kE4m3 only: finite and positive; no other format reads it
+  int32_t page_size = 64;         ///< tokens
+  int64_t page_stride_bytes = 0;  ///< at least page_size * latent_row_bytes
+  float scale = 0.0f;             ///< kE4m3 only: finite and positive; no other format reads it
   Device device{};
 
   int64_t num_slots() const noexcept { return num_pages * page_size; }

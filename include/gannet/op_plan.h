@@ -58,13 +58,14 @@ GANNET_API void run_once(const Context& context, const Params& params, const Pla
 
 /// An implementation of an operation as `gannet info` lists it.
 struct ImplInfo {
-  std::string op;      ///< "mla_decode"
-  std::string name;    ///< "avx512_bf16"
+  std::string op;    ///< "mla_decode"
+  std::string name;  ///< "avx512_bf16"
   DeviceKind device;
-  bool runs_here;      ///< the machine has what it needs and it was compiled
+  bool runs_here;  ///< the machine has what it needs and it was compiled
 };
 
-/// All implementations of one operation in order of preference; the fp64 oracle "ref" is last and only runs when forced.
+/// All implementations of one operation in order of preference; the fp64 oracle "ref" is last and only runs when
+/// forced.
 template <class Params>
 GANNET_API std::vector<ImplInfo> list_implementations();
 

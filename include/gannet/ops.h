@@ -25,7 +25,8 @@ inline namespace v0 {
 
 // ---- writing and reading the caches -------------------------------------------------------------------------------
 
-/// Scatters latent rows: cache[slots[t]] = [latent[t] | rope[t]], converted to the cache's format (saturating for e4m3).
+/// Scatters latent rows: cache[slots[t]] = [latent[t] | rope[t]], converted to the cache's format (saturating for
+/// e4m3).
 struct LatentWrite {
   static constexpr const char* kName = "latent_write";
   TensorView latent;  ///< fp32 or bf16 [rows, R], the normalised kv_a

@@ -13,7 +13,7 @@
 
 #define GANNET_STRINGIFY_(x) #x
 #define GANNET_STRINGIFY(x) GANNET_STRINGIFY_(x)
-#define GANNET_VERSION_TEXT            \
+#define GANNET_VERSION_TEXT              \
   GANNET_STRINGIFY(GANNET_VERSION_MAJOR) \
   "." GANNET_STRINGIFY(GANNET_VERSION_MINOR) "." GANNET_STRINGIFY(GANNET_VERSION_PATCH)
 
@@ -84,7 +84,8 @@ int64_t latent_row_bytes(LatentFormat format, RowGeometry g) noexcept {
     case LatentFormat::kF32: return int64_t{4} * g.width();
     case LatentFormat::kBf16: return int64_t{2} * g.width();
     case LatentFormat::kE4m3: return g.width();
-    case LatentFormat::kPacked656: return g.latent_dim + int64_t{4} * ((g.latent_dim + 127) / 128) + int64_t{2} * g.rope_dim;
+    case LatentFormat::kPacked656:
+      return g.latent_dim + int64_t{4} * ((g.latent_dim + 127) / 128) + int64_t{2} * g.rope_dim;
     case LatentFormat::kE4m3PerToken: return g.latent_dim + int64_t{4} + int64_t{2} * g.rope_dim;
   }
   return 0;

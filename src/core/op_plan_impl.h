@@ -42,7 +42,8 @@ const ImplementationSet& choose(const Params& p, Device device, const std::strin
   }
   if (reasons.empty()) {
     std::string names;
-    for (const ImplementationSet* set : implementation_sets()) names += fmt::format("{}{}", names.empty() ? "" : ", ", set->name);
+    for (const ImplementationSet* set : implementation_sets())
+      names += fmt::format("{}{}", names.empty() ? "" : ", ", set->name);
     fail_argument(Params::kName, "impl is \"{}\"; accepted: {}", forced, names);
   }
   fail(ErrorCode::kUnsupported, Params::kName, "no implementation takes these arguments ({})", reasons);

@@ -45,9 +45,8 @@ void check_same_as_planned(const Params& planned, const Params& given) {
   int n = 0;
   Params::for_each_view(planned, [&](const char*, const TensorView& v) { before[n++] = v; });
   n = 0;
-  Params::for_each_view(given, [&](const char* name, const TensorView& v) {
-    check_same_view(Params::kName, name, before[n++], v);
-  });
+  Params::for_each_view(
+      given, [&](const char* name, const TensorView& v) { check_same_view(Params::kName, name, before[n++], v); });
   if (!(planned.options() == given.options()))
     fail_argument(Params::kName, "options differ from the planned ones; make a new plan");
 }

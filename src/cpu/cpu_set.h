@@ -16,7 +16,8 @@ std::string refuses(const Params&) {
 }
 
 inline ImplementationSet make_set(const char* name, bool (*runs_here)(), const KernelTable& k) {
-  ImplementationSet set{.name = name, .device = DeviceKind::kCpu, .only_when_forced = false, .compiled = true, .runs_here = runs_here};
+  ImplementationSet set{
+      .name = name, .device = DeviceKind::kCpu, .only_when_forced = false, .compiled = true, .runs_here = runs_here};
 #define GANNET_FILL(Params, member) set.member = {&refuses<Params>, k.member##_workspace, k.member};
   GANNET_FOR_EACH_OP(GANNET_FILL)
 #undef GANNET_FILL

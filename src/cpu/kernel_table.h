@@ -20,8 +20,8 @@ struct KernelTable {
 #undef GANNET_MEMBER
 };
 
-#define GANNET_DECLARE(Params, member)                  \
-  void run_##member(const Params&, const RunContext&);  \
+#define GANNET_DECLARE(Params, member)                 \
+  void run_##member(const Params&, const RunContext&); \
   size_t workspace_##member(const Params&, int num_workers);
 namespace portable {
 GANNET_FOR_EACH_OP(GANNET_DECLARE)

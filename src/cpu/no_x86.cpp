@@ -6,11 +6,10 @@ inline namespace v0 {
 namespace cpu {
 
 const ImplementationSet& avx512_bf16_set() noexcept {
-  static const ImplementationSet set = {.name = "avx512_bf16",
-                                        .device = DeviceKind::kCpu,
-                                        .only_when_forced = false,
-                                        .compiled = false,
-                                        .runs_here = [] { return false; }};
+  static const ImplementationSet set = {
+      .name = "avx512_bf16", .device = DeviceKind::kCpu, .only_when_forced = false, .compiled = false, .runs_here = [] {
+        return false;
+      }};
   return set;
 }
 

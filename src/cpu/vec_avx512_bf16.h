@@ -45,9 +45,12 @@ GANNET_INLINE F dot2(F acc, W a, W b) { return _mm512_dpbf16_ps(acc, (__m512bh)a
 GANNET_INLINE W to_bf16_w(F x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)); }
 GANNET_INLINE W pack2(F low, F high) { return _mm512_or_si512(to_bf16_w(low), _mm512_slli_epi32(to_bf16_w(high), 16)); }
 GANNET_INLINE F load_bf16(const uint16_t* p) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+  return _mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
 }
-GANNET_INLINE void store_bf16(uint16_t* p, F v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v)); }
+GANNET_INLINE void store_bf16(uint16_t* p, F v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
+}
 GANNET_INLINE void interleave2(const uint16_t* a, const uint16_t* b, uint32_t* out) {
   const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);

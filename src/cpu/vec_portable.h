@@ -17,7 +17,7 @@ inline namespace v0 {
 namespace cpu {
 namespace GANNET_ISA {
 
-inline constexpr int kLanes = 4;          // fp32 values in a vector
+inline constexpr int kLanes = 4;  // fp32 values in a vector
 inline constexpr int kVectorRegisters = 16;
 
 typedef float F __attribute__((vector_size(16)));     // kLanes fp32
@@ -26,17 +26,27 @@ typedef int32_t I __attribute__((vector_size(16)));
 
 GANNET_INLINE F zero() { return F{}; }
 GANNET_INLINE F set1(float x) { return F{x, x, x, x}; }
-GANNET_INLINE F loadu(const float* p) { F v; std::memcpy(&v, p, sizeof v); return v; }
+GANNET_INLINE F loadu(const float* p) {
+  F v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
 GANNET_INLINE void storeu(float* p, F v) { std::memcpy(p, &v, sizeof v); }
 /// The first n lanes; the others read as 0 and are not touched in memory.
-GANNET_INLINE F loadu_n(const float* p, int n) { F v{}; for (int i = 0; i < n; ++i) v[i] = p[i]; return v; }
-GANNET_INLINE void storeu_n(float* p, F v, int n) { for (int i = 0; i < n; ++i) p[i] = v[i]; }
+GANNET_INLINE F loadu_n(const float* p, int n) {
+  F v{};
+  for (int i = 0; i < n; ++i) v[i] = p[i];
+  return v;
+}
+GANNET_INLINE void storeu_n(float* p, F v, int n) {
+  for (int i = 0; i < n; ++i) p[i] = v[i];
+}
 GANNET_INLINE F add(F a, F b) { return a + b; }
 GANNET_INLINE F sub(F a, F b) { return a - b; }
 GANNET_INLINE F mul(F a, F b) { return a * b; }
-GANNET_INLINE F fma(F a, F b, F c) { return a * b + c; }    // a * b + c, fused where the machine has it
-GANNET_INLINE F fnma(F a, F b, F c) { return c - a * b; }   // c - a * b
-GANNET_INLINE F max(F a, F b) { return a > b ? a : b; }     // b where a is NaN
+GANNET_INLINE F fma(F a, F b, F c) { return a * b + c; }   // a * b + c, fused where the machine has it
+GANNET_INLINE F fnma(F a, F b, F c) { return c - a * b; }  // c - a * b
+GANNET_INLINE F max(F a, F b) { return a > b ? a : b; }    // b where a is NaN
 GANNET_INLINE F min(F a, F b) { return a < b ? a : b; }
 GANNET_INLINE float reduce_add(F v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 GANNET_INLINE float reduce_max(F v) {
@@ -44,7 +54,11 @@ GANNET_INLINE float reduce_max(F v) {
   return a > b ? a : b;
 }
 
-GANNET_INLINE W load_w(const uint32_t* p) { W v; std::memcpy(&v, p, sizeof v); return v; }
+GANNET_INLINE W load_w(const uint32_t* p) {
+  W v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
 GANNET_INLINE void store_w(uint32_t* p, W v) { std::memcpy(p, &v, sizeof v); }
 GANNET_INLINE W set1_w(uint32_t x) { return W{x, x, x, x}; }
 /// acc + a.low * b.low + a.high * b.high for pairs of bf16.
@@ -61,8 +75,13 @@ GANNET_INLINE W to_bf16_w(F x) {
 }
 /// Pairs (low, high), each rounded to bf16.
 GANNET_INLINE W pack2(F low, F high) { return to_bf16_w(low) | (to_bf16_w(high) << 16); }
-GANNET_INLINE F load_bf16(const uint16_t* p) { return (F)W{uint32_t(p[0]) << 16, uint32_t(p[1]) << 16, uint32_t(p[2]) << 16, uint32_t(p[3]) << 16}; }
-GANNET_INLINE void store_bf16(uint16_t* p, F v) { const W w = to_bf16_w(v); for (int i = 0; i < 4; ++i) p[i] = static_cast<uint16_t>(w[i]); }
+GANNET_INLINE F load_bf16(const uint16_t* p) {
+  return (F)W{uint32_t(p[0]) << 16, uint32_t(p[1]) << 16, uint32_t(p[2]) << 16, uint32_t(p[3]) << 16};
+}
+GANNET_INLINE void store_bf16(uint16_t* p, F v) {
+  const W w = to_bf16_w(v);
+  for (int i = 0; i < 4; ++i) p[i] = static_cast<uint16_t>(w[i]);
+}
 /// out[i] = pair (a[i], b[i]) for i in [0, 2 * kLanes): two rows become pairs.
 GANNET_INLINE void interleave2(const uint16_t* a, const uint16_t* b, uint32_t* out) {
   for (int i = 0; i < 2 * kLanes; ++i) out[i] = uint32_t(a[i]) | (uint32_t(b[i]) << 16);
@@ -76,9 +95,15 @@ GANNET_INLINE F load_e4m3(const uint8_t* p) {
   return (F)((W)value | nan | ((b & 0x80u) << 24));
 }
 /// Nearest integer, ties to even, for |x| < 2^22.
-GANNET_INLINE F round_int(F x) { const F magic = set1(12582912.0f); return (x + magic) - magic; }
+GANNET_INLINE F round_int(F x) {
+  const F magic = set1(12582912.0f);
+  return (x + magic) - magic;
+}
 /// p * 2^n for whole n in [-126, 127].
-GANNET_INLINE F scale2(F p, F n) { const I e = __builtin_convertvector(n, I); return p * (F)((e + 127) << 23); }
+GANNET_INLINE F scale2(F p, F n) {
+  const I e = __builtin_convertvector(n, I);
+  return p * (F)((e + 127) << 23);
+}
 
 }  // namespace GANNET_ISA
 }  // namespace cpu

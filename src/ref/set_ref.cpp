@@ -7,7 +7,9 @@ namespace ref {
 
 const ImplementationSet& oracle_set() noexcept {
   static const ImplementationSet set = {
-      .name = "ref", .device = DeviceKind::kCpu, .only_when_forced = true, .compiled = true, .runs_here = [] { return true; }};
+      .name = "ref", .device = DeviceKind::kCpu, .only_when_forced = true, .compiled = true, .runs_here = [] {
+        return true;
+      }};
   return set;
 }
 

@@ -13,12 +13,15 @@ const KernelTable kKernels = {
 }  // namespace
 
 const ImplementationSet& avx512_bf16_set() noexcept {
-  static const ImplementationSet set = make_set("avx512_bf16", [] {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bf16");
-  }, kKernels);
+  static const ImplementationSet set = make_set(
+      "avx512_bf16",
+      [] {
+        __builtin_cpu_init();
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512bf16");
+      },
+      kKernels);
   return set;
 }
 

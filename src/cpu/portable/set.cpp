@@ -13,9 +13,8 @@ const KernelTable kKernels = {
 }  // namespace
 
 const ImplementationSet& portable_set() noexcept {
-  static const ImplementationSet set = make_set("portable", [] {
-    return true;
-  }, kKernels);
+  static const ImplementationSet set = make_set(
+      "portable", [] { return true; }, kKernels);
   return set;
 }
 
