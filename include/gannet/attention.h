@@ -1,0 +1,253 @@
+// The attention backends: what an engine calls each step and each layer.
+//
+//   auto backend = gannet::make_attention_backend(context, config);        // by architecture; or by name
+//   backend->bind(layers);                                                 // the caches of every layer
+//   backend->prepare(step);                                                // once a step: every check, every plan
+//   for each layer:
+//     backend->select({.layer = l, .rows = StepRows::kAll, .q = iq, .weights = w,           // layers with an indexer
+//                      .write = KvRows{c, k_pe, ik}, .out = buffer.view(rows)});
+//     backend->attend({.layer = l, .rows = StepRows::kAll, .q = q, .write = AlreadyWritten{},
+//                      .selection = buffer.view(rows), .out = o});
+//
+// Rows of a call are named (StepRows): `rows` of them, in the order of the step, are what q, out and the others hold.
+// A mixed step may be attended in one call (kAll) or in two; the results are the same bit for bit.
+//
+// Errors: Error with the name of the call. kInvalidArgument for a call before bind or prepare, after an idle step, for a
+// layer that is not bound, for shapes unlike the config; kUnsupported for what the backend does not do.
+// Thread safety: a backend is used by one thread at a time. Several live side by side.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "gannet/context.h"
+#include "gannet/kv_cache.h"
+#include "gannet/memory.h"
+#include "gannet/op_plan.h"
+#include "gannet/step.h"
+#include "gannet/tensor.h"
+
+namespace gannet {
+inline namespace v0 {
+
+// ---- configuration ------------------------------------------------------------------------------------------------
+
+enum class AttentionArch : uint8_t { kMla, kDsa };
+
+GANNET_API const char* to_string(AttentionArch a) noexcept;
+
+struct IndexerConfig {
+  int32_t num_heads = 0;  ///< Hi
+  int32_t head_dim = 128; ///< Di
+  int32_t topk = 0;       ///< index_topk: tokens that a sparse layer attends to, any number from 1
+};
+
+struct AttentionConfig {
+  AttentionArch arch = AttentionArch::kMla;
+  int32_t num_heads = 0;         ///< query heads of this process, H
+  RowGeometry geometry{};        ///< R + P
+  int32_t qk_nope_head_dim = 0;  ///< N; dense prefill only
+  int32_t v_head_dim = 0;        ///< V; dense prefill only
+  int32_t q_lora_rank = 0;       ///< 0: absent, which DSA refuses (its indexer reads the q latent)
+  float softmax_scale = 0.0f;    ///< always given: (N+P)^-0.5, times what YaRN adds; never guessed
+  float logit_soft_cap = 0.0f;   ///< any other value is refused
+  IndexerConfig indexer{};       ///< DSA only
+  int32_t page_size = 64;
+  int64_t max_context_len = 0;
+  int64_t prefix_chunk_capacity = 32768;  ///< tokens of a prefix that are gathered and expanded at a time
+  PlanOptions plan{};                     ///< the implementation to force, for every operation
+  Device device{};
+};
+
+/// What a backend can do; ask this, not its name.
+struct AttentionCapabilities {
+  bool dense_prefill = false;   ///< dense_prefill and its parts
+  bool attend_all = false;      ///< attend over every visible key, whatever the length
+  bool attend_sparse = false;   ///< select, and attend over a TopKSelection
+  std::vector<int32_t> page_sizes;
+  std::vector<LatentFormat> latent_formats;  ///< that bind takes
+};
+
+// ---- arguments ----------------------------------------------------------------------------------------------------
+
+/// The caches of one layer. All layers of a backend share format, geometry, pages and strides.
+struct LayerCaches {
+  LatentCacheView latent;
+  std::optional<IndexCacheView> index;  ///< layers with an indexer
+};
+
+/// This step's rows of one layer, for the rows of the call; each written to the step's slots.
+struct KvRows {
+  TensorView latent;   ///< fp32 or bf16 [rows, R], the normalised kv_a
+  TensorView rope;     ///< same dtype [rows, P], the rotated k_pe
+  TensorView index_k;  ///< fp32 or bf16 [rows, Di]; only for a layer with an index cache
+};
+
+/// The rows are in the caches: by write(), by an earlier call on this layer, or by the engine's own hand.
+struct AlreadyWritten {};
+
+/// Says who writes this step's rows; there is no default.
+using StepWrite = std::variant<std::monostate, AlreadyWritten, KvRows>;
+
+/// Every key that a row sees. `dsa` takes it only where no row of the step sees more than index_topk keys.
+struct AttendAll {};
+
+/// The keys that an indexer chose: a list of slots for each row, packed, -1 behind it.
+struct TopKSelection {
+  TensorView slots;      ///< int32 [rows, index_topk]
+  TensorView lens;       ///< int32 [rows]
+  TensorView positions;  ///< optional int32 [rows, index_topk]: the same entries as positions in the request, ascending
+};
+
+/// What a row attends to; there is no default.
+using Selection = std::variant<std::monostate, AttendAll, TopKSelection>;
+
+/// Owns the memory of a selection; a model keeps one for as long as layers share it. Grows only.
+class GANNET_API SelectionBuffer {
+ public:
+  SelectionBuffer(int32_t topk, bool with_positions, MemoryResource& resource = host_memory());
+  /// Room for at least that many rows; growing drops the contents and ends the life of earlier views.
+  void reserve(int64_t rows);
+  int64_t capacity() const noexcept { return capacity_; }
+  /// Rows [begin, begin + rows) of the buffer. Throws beyond the capacity.
+  TopKSelection view(int64_t rows, int64_t begin = 0) const;
+
+ private:
+  MemoryResource* resource_;
+  Buffer memory_;
+  int32_t topk_;
+  bool with_positions_;
+  int64_t capacity_ = 0;
+};
+
+struct SelectCall {
+  int32_t layer = 0;
+  StepRows rows = StepRows::kAll;
+  TensorView q;        ///< fp32 or bf16 [rows, Hi, Di], rotated
+  TensorView weights;  ///< fp32 [rows, Hi], with Di^-0.5 and Hi^-0.5 in them
+  StepWrite write;     ///< a token must be able to select itself: its index key is written before
+  TopKSelection out;
+};
+
+struct AttendCall {
+  int32_t layer = 0;
+  StepRows rows = StepRows::kAll;
+  TensorView q;  ///< fp32 or bf16 [rows, H, R+P], absorbed
+  StepWrite write;
+  Selection selection;
+  TensorView out;  ///< fp32 or bf16 [rows, H, R]
+  TensorView lse;  ///< optional fp32 [rows, H], natural logarithm
+};
+
+/// Up-projection of latent rows by kv_b: latent [n, R] -> k_nope [n, H, N], v [n, H, V], all packed and of q's dtype.
+using ExpandLatent = std::function<void(const TensorView& latent, const TensorView& k_nope, const TensorView& v)>;
+
+/// Dense prefill in the expanded form over the rows of the extend requests (StepRows::kPrefill).
+struct DensePrefillCall {
+  int32_t layer = 0;
+  TensorView q;       ///< fp32 or bf16 [rows, H, N+P], rotated
+  TensorView k_nope;  ///< same dtype [rows, H, N], of the new tokens
+  TensorView k_rope;  ///< same dtype [rows, P], of the new tokens, rotated
+  TensorView v;       ///< same dtype [rows, H, V], of the new tokens
+  StepWrite write;
+  ExpandLatent expand;  ///< called once for each prefix chunk; required where a request has a prefix
+  TensorView out;       ///< same dtype [rows, H, V]
+  TensorView lse;       ///< optional fp32 [rows, H], natural logarithm
+};
+
+/// A pass of dense prefill over one prefix chunk, for an engine that runs the loop itself.
+struct PrefixPassCall {
+  int32_t layer = 0;
+  int64_t chunk = 0;  ///< index into step().prefix_chunks().chunks
+  TensorView q;       ///< [rows, H, N+P] of the whole prefill
+  TensorView k_nope;  ///< [chunk.num_tokens, H, N]
+  TensorView k_rope;  ///< [chunk.num_tokens, P]
+  TensorView v;       ///< [chunk.num_tokens, H, V]
+  TensorView out;     ///< in/out [rows, H, V]: the chunk is merged into it
+  TensorView lse;     ///< in/out fp32 [rows, H], natural logarithm
+};
+
+// ---- backends -----------------------------------------------------------------------------------------------------
+
+class GANNET_API AttentionBackend {
+ public:
+  virtual ~AttentionBackend();
+
+  virtual const char* name() const noexcept = 0;
+  virtual const AttentionCapabilities& capabilities() const noexcept = 0;
+  virtual const AttentionConfig& config() const noexcept = 0;
+
+  /// The caches of layers 0, 1, ...; replaces earlier ones and ends the current step. Checks format, geometry, page
+  /// size, and that layers agree.
+  virtual void bind(std::span<const LayerCaches> layers) = 0;
+
+  /// Plans a step; the arrays of `step` may be freed afterwards. A step without requests is idle: calls other than
+  /// prepare are errors until the next one. So they are after an error here.
+  virtual void prepare(const BatchStep& step) = 0;
+  /// The plan of the current step. Throws before prepare.
+  virtual const StepPlan& step() const = 0;
+
+  /// Writes this step's rows of a layer.
+  virtual void write(int32_t layer, StepRows rows, const KvRows& kv) = 0;
+
+  /// Chooses the keys of each row by the layer's indexer. `dsa` only.
+  virtual void select(const SelectCall& call) = 0;
+
+  /// Absorbed attention, over prefill rows as well as decode rows.
+  virtual void attend(const AttendCall& call) = 0;
+
+  /// Causal pass over the new tokens, then for each prefix chunk: gather, expand, pass, merge.
+  virtual void dense_prefill(const DensePrefillCall& call) = 0;
+
+  /// The parts of dense_prefill. prefill_new_tokens requires lse and does not look at expand; gather_prefix fills
+  /// latent [chunk.num_tokens, R] and rope [chunk.num_tokens, P], fp32 or bf16.
+  virtual void prefill_new_tokens(const DensePrefillCall& call) = 0;
+  virtual void gather_prefix(int32_t layer, int64_t chunk, const TensorView& latent, const TensorView& rope) = 0;
+  virtual void prefill_prefix(const PrefixPassCall& call) = 0;
+
+  /// Implementation that each operation used so far ran on, for reports: {"mla_decode", "avx512_bf16"}.
+  virtual std::vector<std::pair<std::string, std::string>> implementations() const = 0;
+};
+
+// ---- registry -----------------------------------------------------------------------------------------------------
+
+struct AttentionBackendEntry {
+  std::string name;
+  std::vector<AttentionArch> archs;        ///< that it serves
+  std::vector<AttentionArch> default_for;  ///< where no name is given
+  std::function<std::unique_ptr<AttentionBackend>(const Context&, const AttentionConfig&, MemoryResource&)> make;
+};
+
+/// Backends by name and architecture: an ordinary value, so that an engine can add its own.
+class GANNET_API AttentionRegistry {
+ public:
+  /// Empty.
+  AttentionRegistry() = default;
+  /// "mla" and "dsa".
+  static AttentionRegistry builtin();
+
+  /// Throws for a name that is there already, without archs, or for a second default of an architecture.
+  void add(AttentionBackendEntry entry);
+  const std::vector<AttentionBackendEntry>& entries() const noexcept { return entries_; }
+  /// The backend of that name, or the default of config.arch for an empty name. Throws, listing what there is, for an
+  /// unknown name, a name that does not serve the architecture, an architecture without default.
+  std::unique_ptr<AttentionBackend> make(const Context& context, const AttentionConfig& config, std::string_view name = {},
+                                         MemoryResource& resource = host_memory()) const;
+
+ private:
+  std::vector<AttentionBackendEntry> entries_;
+};
+
+/// AttentionRegistry::builtin().make(...). `context` and `resource` must outlive the backend.
+GANNET_API std::unique_ptr<AttentionBackend> make_attention_backend(const Context& context, const AttentionConfig& config,
+                                                                    std::string_view name = {},
+                                                                    MemoryResource& resource = host_memory());
+
+}  // namespace v0
+}  // namespace gannet

@@ -1,0 +1,186 @@
+// One forward step of a batch as host arithmetic: which rows belong to which request, what each row sees, where its
+// KV goes, and in which chunks long prefixes are attended. Nothing here touches a device.
+//
+// Order within a step: the requests that extend (prefill) come first, then those that decode; query rows likewise: all
+// rows of extend requests, ragged, in request order, then q_len rows of each decode request.
+//
+// Thread safety: ordinary values.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "gannet/page_table.h"
+
+namespace gannet {
+inline namespace v0 {
+
+// ---- modes --------------------------------------------------------------------------------------------------------
+
+/// What a step does (spec 1.1). Speculative verify is kDecode with q_len > 1.
+enum class StepMode : uint8_t { kIdle, kExtend, kDecode, kMixed };
+
+GANNET_API const char* to_string(StepMode m) noexcept;
+
+/// No requests: kIdle; some of them extend: kMixed; all: kExtend; none: kDecode. Throws for num_extends outside
+/// [0, num_requests].
+GANNET_API StepMode step_mode(int64_t num_extends, int64_t num_requests);
+
+constexpr bool is_idle(StepMode m) noexcept { return m == StepMode::kIdle; }
+constexpr bool is_extend(StepMode m) noexcept { return m == StepMode::kExtend; }
+constexpr bool is_decode(StepMode m) noexcept { return m == StepMode::kDecode; }
+constexpr bool is_mixed(StepMode m) noexcept { return m == StepMode::kMixed; }
+constexpr bool is_extend_or_mixed(StepMode m) noexcept { return is_extend(m) || is_mixed(m); }
+constexpr bool is_decode_or_idle(StepMode m) noexcept { return is_decode(m) || is_idle(m); }
+
+// ---- prefix chunks ------------------------------------------------------------------------------------------------
+
+/// One non-causal pass over a part of the prefixes of requests [first_request, first_request + num_requests).
+struct PrefixChunk {
+  int32_t first_request = 0;
+  int32_t num_requests = 0;
+  int64_t begin = 0;       ///< position of the first token, the same in every request
+  int64_t num_tokens = 0;  ///< over its requests, at least 1
+  int32_t max_len = 0;     ///< longest part of one request
+  size_t lens_offset = 0;  ///< where its cumulative lengths begin in PrefixChunkPlan::cu_lens
+};
+
+/// How the prefixes of a step's extend requests are cut (spec 2.5, 0.1.8):
+///   chunk_len = max(unit, floor(capacity / num_extends / unit) * unit)
+/// chunk i of request r covers positions [i * chunk_len, min(prefix_r, (i + 1) * chunk_len)). Where
+/// num_extends * unit exceeds the capacity a chunk holds only as many requests, consecutive ones, as fit (at least
+/// one). A chunk in which no request has tokens is left out.
+struct PrefixChunkPlan {
+  int64_t chunk_len = 0;
+  int64_t num_loops = 0;          ///< ceil(longest prefix / chunk_len)
+  int64_t requests_per_chunk = 0;
+  int64_t max_tokens = 0;         ///< of one chunk: sizes the scratch
+  std::vector<PrefixChunk> chunks;
+  std::vector<int32_t> cu_lens;   ///< see cu_kv_lens
+
+  /// Cumulative lengths of the requests of a chunk, [num_requests + 1], from 0; a request may have none.
+  std::span<const int32_t> cu_kv_lens(const PrefixChunk& c) const noexcept {
+    return std::span(cu_lens).subspan(c.lens_offset, static_cast<size_t>(c.num_requests) + 1);
+  }
+};
+
+/// Chunks times requests that a chunk plan may hold: far beyond any use (a prefix of a million tokens in pages of 64 is
+/// 16,384 chunks), and little enough memory (64 MiB) that no caller can ask for all of it by mistake.
+inline constexpr int64_t kMaxPrefixChunkEntries = int64_t{1} << 24;
+
+/// Fills `plan`, reusing its memory. Throws for capacity or unit below 1, a negative prefix, or more than
+/// kMaxPrefixChunkEntries.
+GANNET_API void plan_prefix_chunks(std::span<const int32_t> prefix_lens, int64_t capacity, int64_t unit,
+                                   PrefixChunkPlan& plan);
+
+// ---- steps --------------------------------------------------------------------------------------------------------
+
+/// A step as an engine describes it; the arrays are read during StepPlan::assign only.
+struct BatchStep {
+  std::span<const int32_t> seq_lens;     ///< [num_requests], tokens, this step's included; 0: a padded request
+  std::span<const int32_t> prefix_lens;  ///< [num_extends]: tokens in the cache before this step
+  std::span<const int32_t> extend_lens;  ///< [num_extends]: new tokens; prefix + extend = seq_len
+  int32_t q_len = 1;                     ///< rows of each decode request
+  RowBound decode_bound = RowBound::kCausalFull;  ///< what seq_lens means for decode requests
+  PageTableView pages;                            ///< int32 in host memory, in either form
+
+  int64_t num_requests() const noexcept { return static_cast<int64_t>(seq_lens.size()); }
+  int64_t num_extends() const noexcept { return static_cast<int64_t>(extend_lens.size()); }
+};
+
+struct StepLimits {
+  int32_t page_size = 64;
+  int64_t num_pages = 0;  ///< of the pool: every page that a row sees is checked against it; 0: not checked
+  int64_t max_context_len = 0;
+  int64_t prefix_chunk_capacity = 32768;  ///< tokens gathered and expanded at a time
+};
+
+/// Which rows of a step a call is about.
+enum class StepRows : uint8_t {
+  kPrefill,  ///< the rows of the extend requests
+  kDecode,   ///< the rows of the decode requests
+  kAll,
+};
+
+GANNET_API const char* to_string(StepRows r) noexcept;
+
+struct Range {
+  int64_t begin = 0;
+  int64_t end = 0;
+  int64_t size() const noexcept { return end - begin; }
+  friend bool operator==(const Range&, const Range&) = default;
+};
+
+/// Everything that follows from a BatchStep. Owns its arrays; assign() reuses their memory. Row j of a decode request
+/// of S rows and length L stands, by the meaning of its bound, at position
+///   kCausalFull, kUniformBlock: L - S + j        kCausalFromFirst: L - 1 + j
+/// A row at a negative position belongs to padding: it is written nowhere (slot -1) and sees nothing.
+class GANNET_API StepPlan {
+ public:
+  StepPlan() = default;
+
+  /// Throws Error(kInvalidArgument), and leaves an idle plan, for: more extends than requests, arrays of other sizes,
+  /// negative lengths, prefix + extend unlike seq_len, q_len below 1, a length beyond max_context_len or beyond the
+  /// table, a page outside the pool, a table that is not int32 in host memory, more than 2^31 - 1 rows.
+  void assign(const BatchStep& step, const StepLimits& limits);
+
+  StepMode mode() const noexcept { return mode_; }
+  int32_t q_len() const noexcept { return q_len_; }
+  RowBound decode_bound() const noexcept { return decode_bound_; }
+  int32_t page_size() const noexcept { return page_size_; }
+  int64_t num_requests() const noexcept { return static_cast<int64_t>(seq_lens_.size()); }
+  int64_t num_extends() const noexcept { return num_extends_; }
+  int64_t num_rows() const noexcept { return cu_rows_.empty() ? 0 : cu_rows_.back(); }
+
+  Range requests(StepRows part) const noexcept;
+  Range rows(StepRows part) const noexcept;
+  Range rows_of_request(int64_t request) const noexcept {
+    return {cu_rows_[static_cast<size_t>(request)], cu_rows_[static_cast<size_t>(request) + 1]};
+  }
+  int64_t request_of_row(int64_t row) const noexcept;
+
+  std::span<const int32_t> seq_lens() const noexcept { return seq_lens_; }          ///< [num_requests]
+  std::span<const int32_t> prefix_lens() const noexcept { return prefix_lens_; }    ///< [num_extends]
+  std::span<const int32_t> cu_rows() const noexcept { return cu_rows_; }            ///< [num_requests + 1]
+  std::span<const int32_t> positions() const noexcept { return positions_; }        ///< [num_rows], padding 0: for RoPE
+  std::span<const int32_t> write_slots() const noexcept { return write_slots_; }    ///< [num_rows], padding -1
+  std::span<const int32_t> row_lens() const noexcept { return row_lens_; }          ///< [num_rows]: keys that a row sees
+  int64_t max_row_len() const noexcept { return max_row_len_; }                     ///< 0 without rows
+  int64_t max_row_len(StepRows part) const noexcept;
+
+  /// This plan's own copy of the page table: int32 [num_requests, columns], row i for request i, only the cells that
+  /// some row sees, the rest 0. Columns only grow from step to step (by doubling), so that shapes repeat.
+  PageTableView pages(StepRows part) const noexcept;
+  /// Cumulative rows of a part's requests from 0: int32 [requests + 1].
+  TensorView cu_q_lens(StepRows part) const noexcept;
+  TensorView seq_lens_view(StepRows part) const noexcept;
+
+  const PrefixChunkPlan& prefix_chunks() const noexcept { return chunks_; }
+  /// Slots of a chunk's tokens, request by request: writes chunk.num_tokens values.
+  void fill_chunk_slots(const PrefixChunk& chunk, std::span<int32_t> slots) const;
+
+  /// Slot of a position of a request, which must be within its length.
+  int64_t slot_of(int64_t request, int64_t position) const noexcept {
+    return int64_t{cells_[static_cast<size_t>(request * columns_ + position / page_size_)]} * page_size_ +
+           position % page_size_;
+  }
+
+ private:
+  void check(const BatchStep& step, const StepLimits& limits) const;
+  void copy_table(const BatchStep& step, const StepLimits& limits);
+
+  StepMode mode_ = StepMode::kIdle;
+  RowBound decode_bound_ = RowBound::kCausalFull;
+  int32_t q_len_ = 1;
+  int32_t page_size_ = 64;
+  int64_t num_extends_ = 0;
+  int64_t columns_ = 0;
+  int64_t max_row_len_ = 0;
+  int64_t max_prefill_row_len_ = 0;
+  int64_t max_decode_row_len_ = 0;
+  std::vector<int32_t> seq_lens_, prefix_lens_, cu_rows_, cu_decode_rows_, positions_, write_slots_, row_lens_, cells_;
+  PrefixChunkPlan chunks_;
+};
+
+}  // namespace v0
+}  // namespace gannet
