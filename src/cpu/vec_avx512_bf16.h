@@ -3,7 +3,12 @@
 // See vec_portable.h for what each name means and for the rules.
 #pragma once
 
+// GCC 12's own header initialises "undefined" registers with themselves and warns about it at each use (GCC bug 105593).
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 
 #include <cstdint>
 #include <cstring>
@@ -35,6 +40,8 @@ GANNET_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 GANNET_INLINE F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
 GANNET_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
 GANNET_INLINE F min(F a, F b) { return _mm512_min_ps(a, b); }
+GANNET_INLINE F select_less(F a, F b, F x, F y) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x); }
+GANNET_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 GANNET_INLINE float reduce_add(F v) { return _mm512_reduce_add_ps(v); }
 GANNET_INLINE float reduce_max(F v) { return _mm512_reduce_max_ps(v); }
 

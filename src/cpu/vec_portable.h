@@ -48,6 +48,10 @@ GANNET_INLINE F fma(F a, F b, F c) { return a * b + c; }   // a * b + c, fused w
 GANNET_INLINE F fnma(F a, F b, F c) { return c - a * b; }  // c - a * b
 GANNET_INLINE F max(F a, F b) { return a > b ? a : b; }    // b where a is NaN
 GANNET_INLINE F min(F a, F b) { return a < b ? a : b; }
+/// a < b ? x : y in each lane; y where a or b is NaN.
+GANNET_INLINE F select_less(F a, F b, F x, F y) { return a < b ? x : y; }
+/// Asks for the cache line at p; never faults.
+GANNET_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 GANNET_INLINE float reduce_add(F v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 GANNET_INLINE float reduce_max(F v) {
   const float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
