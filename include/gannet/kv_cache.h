@@ -37,7 +37,7 @@ enum class ScaleFormat : uint8_t {
 struct RowGeometry {
   int32_t latent_dim = 512;  ///< kv_lora_rank, R
   int32_t rope_dim = 64;     ///< qk_rope_head_dim, P
-  int32_t width() const noexcept { return latent_dim + rope_dim; }
+  constexpr int32_t width() const noexcept { return latent_dim + rope_dim; }
   friend bool operator==(const RowGeometry&, const RowGeometry&) = default;
 };
 
@@ -57,7 +57,7 @@ struct LatentCacheView {
   float scale = 0.0f;             ///< kE4m3 only: finite and positive; no other format reads it
   Device device{};
 
-  int64_t num_slots() const noexcept { return num_pages * page_size; }
+  constexpr int64_t num_slots() const noexcept { return num_pages * page_size; }
   std::byte* row(int64_t slot, int64_t row_bytes) const noexcept {
     return static_cast<std::byte*>(data) + slot / page_size * page_stride_bytes + slot % page_size * row_bytes;
   }
@@ -77,7 +77,7 @@ struct IndexCacheView {
   int64_t page_stride_bytes = 0;  ///< at least page_size * index_k_token_bytes
   Device device{};
 
-  int64_t num_slots() const noexcept { return num_pages * page_size; }
+  constexpr int64_t num_slots() const noexcept { return num_pages * page_size; }
   /// Address of a token's values. Within a page the values of all formats lie token by token from offset 0.
   std::byte* values(int64_t slot) const noexcept {
     const int64_t value_bytes = head_dim * (format == IndexKFormat::kF32 ? 4 : format == IndexKFormat::kBf16 ? 2 : 1);
