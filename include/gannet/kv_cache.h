@@ -12,11 +12,16 @@ namespace gannet {
 inline namespace v0 {
 
 enum class LatentFormat : uint8_t {
-  kF32,           ///< fp32 [latent | rope]
-  kBf16,          ///< bf16 [latent | rope]
-  kE4m3,          ///< e4m3 [latent | rope], one scale per tensor: stored value = sat(x / scale), rope included
-  kPacked656,     ///< 512 e4m3 | 4 fp32 scales, one per 128 latent values | 64 bf16 rope
-  kE4m3PerToken,  ///< e4m3 latent, a plane of fp32 scales, a rope plane; latent and rope are both scaled
+  kF32,   ///< fp32 [latent | rope]
+  kBf16,  ///< bf16 [latent | rope]
+  kE4m3,  ///< e4m3 [latent | rope], one scale per tensor: stored value = sat(x / scale), rope included
+  /// R e4m3 | R/128 fp32 scales, one per 128 latent values | P bf16 rope, unscaled: 656 bytes for 512 + 64. Written
+  /// scales are powers of two, 2^ceil(log2(max(amax / 448, 1e-4))); read are any finite positive ones.
+  kPacked656,
+  /// Planar page: page_size * R e4m3 latent values, then page_size fp32 scales, then page_size * P bf16 rope values,
+  /// token by token in each plane. scale = max(amax(latent), 1e-26) / 448; latent and rope are both stored divided by
+  /// it.
+  kE4m3PerToken,
 };
 GANNET_API const char* to_string(LatentFormat f) noexcept;
 

@@ -25,8 +25,9 @@ inline namespace v0 {
 
 // ---- writing and reading the caches -------------------------------------------------------------------------------
 
-/// Scatters latent rows: cache[slots[t]] = [latent[t] | rope[t]], converted to the cache's format (saturating for
-/// e4m3).
+/// Scatters latent rows: cache[slots[t]] = [latent[t] | rope[t]], converted to the cache's format (saturating for e4m3;
+/// fp32 arithmetic, value = e4m3(x / scale) with one rounded division). What a slot holds that two rows name is
+/// unspecified.
 struct LatentWrite {
   static constexpr const char* kName = "latent_write";
   TensorView latent;  ///< fp32 or bf16 [rows, R], the normalised kv_a
@@ -60,7 +61,8 @@ struct LatentGather {
   auto options() const { return cache.options(); }
 };
 
-/// Quantises index keys to the cache's format and scatters them (spec 3.3, A.6).
+/// Quantises index keys to the cache's format and scatters them (spec 3.3, A.6): fp32 arithmetic, value = e4m3(x /
+/// scale) with one rounded division.
 struct IndexKWrite {
   static constexpr const char* kName = "index_k_write";
   TensorView k;      ///< fp32 or bf16 [rows, Di]
@@ -199,7 +201,9 @@ struct MlaDecode {
 // ---- sparse attention ---------------------------------------------------------------------------------------------
 
 /// Indexer scores (spec 3.2, A.7): logits(t, s) = sum over index heads of weights(t, h) * relu(q(t, h) . k(s)) for the
-/// keys s that row t sees. The caller folds Di^-0.5, Hi^-0.5 and, for quantised queries, their scale into weights.
+/// keys s that row t sees; relu(NaN) is NaN, so that a NaN key ranks last in a selection (max(0, x) with x as the
+/// second operand of the instruction has it for free). The caller folds Di^-0.5, Hi^-0.5 and, for quantised queries,
+/// their scale into weights.
 struct IndexLogits {
   static constexpr const char* kName = "index_logits";
   TensorView q;        ///< fp32 or bf16 [rows, Hi, Di]

@@ -56,7 +56,7 @@ struct PageTableView {
 ///   kCausalFull       max(0, L - (S - 1) + j) keys: L counts this step's tokens (decode, verify, prefill)
 ///   kCausalFromFirst  L + j keys: L is what the first row sees
 ///   kUniformBlock     L keys, every row alike
-/// never more than the table reaches.
+/// never more than the table reaches. A request with L <= 0 (padding of a captured batch) has no keys in any meaning.
 enum class RowBound : uint8_t { kCausalFull, kCausalFromFirst, kUniformBlock };
 
 GANNET_API const char* to_string(RowBound b) noexcept;
@@ -78,6 +78,7 @@ struct QueryRows {
 
 /// Keys that row j of S sees, before the bound of the table's reach.
 constexpr int64_t row_bound(RowBound b, int64_t seq_len, int64_t num_rows, int64_t j) noexcept {
+  if (seq_len <= 0) return 0;
   const int64_t n = b == RowBound::kCausalFull        ? seq_len - (num_rows - 1) + j
                     : b == RowBound::kCausalFromFirst ? seq_len + j
                                                       : seq_len;
