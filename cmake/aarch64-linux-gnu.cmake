@@ -1,0 +1,15 @@
+# Cross build for aarch64 with Debian's g++-aarch64-linux-gnu. The attention library needs no arm64 packages: fmt is
+# header-only, so its headers are taken from the host. With qemu-user the tests run too.
+set(CMAKE_SYSTEM_NAME Linux)
+set(CMAKE_SYSTEM_PROCESSOR aarch64)
+set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
+set(CMAKE_C_COMPILER aarch64-linux-gnu-gcc)
+set(CMAKE_FIND_ROOT_PATH /usr/aarch64-linux-gnu)
+set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
+set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_PACKAGE BOTH)
+find_program(GANNET_QEMU_AARCH64 NAMES qemu-aarch64 qemu-aarch64-static)
+if(GANNET_QEMU_AARCH64)
+  set(CMAKE_CROSSCOMPILING_EMULATOR ${GANNET_QEMU_AARCH64} -L /usr/aarch64-linux-gnu)
+endif()
