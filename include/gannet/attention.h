@@ -10,11 +10,12 @@
 //                      .selection = buffer.view(rows), .out = o});
 //
 // Rows of a call are named (StepRows): `rows` of them, in the order of the step, are what q, out and the others hold.
-// A mixed step may be attended in one call (kAll) or in two; the results are the same bit for bit.
+// A mixed step may be attended in one call (kAll; not with kUniformBlock decode rows) or in two; the results are the
+// same bit for bit.
 //
-// Errors: Error with the name of the call. kInvalidArgument for a call before bind or prepare, after an idle step, for a
-// layer that is not bound, for shapes unlike the config; kUnsupported for what the backend does not do.
-// Thread safety: a backend is used by one thread at a time. Several live side by side.
+// Errors: Error with the name of the call. kInvalidArgument for a call before bind or prepare, after an idle step, for
+// a layer that is not bound, for shapes unlike the config; kUnsupported for what the backend does not do. Thread
+// safety: a backend is used by one thread at a time. Several live side by side.
 #pragma once
 
 #include <functional>
@@ -43,9 +44,9 @@ enum class AttentionArch : uint8_t { kMla, kDsa };
 GANNET_API const char* to_string(AttentionArch a) noexcept;
 
 struct IndexerConfig {
-  int32_t num_heads = 0;  ///< Hi
-  int32_t head_dim = 128; ///< Di
-  int32_t topk = 0;       ///< index_topk: tokens that a sparse layer attends to, any number from 1
+  int32_t num_heads = 0;   ///< Hi
+  int32_t head_dim = 128;  ///< Di
+  int32_t topk = 0;        ///< index_topk: tokens that a sparse layer attends to, any number from 1
 };
 
 struct AttentionConfig {
@@ -67,9 +68,9 @@ struct AttentionConfig {
 
 /// What a backend can do; ask this, not its name.
 struct AttentionCapabilities {
-  bool dense_prefill = false;   ///< dense_prefill and its parts
-  bool attend_all = false;      ///< attend over every visible key, whatever the length
-  bool attend_sparse = false;   ///< select, and attend over a TopKSelection
+  bool dense_prefill = false;  ///< dense_prefill and its parts
+  bool attend_all = false;     ///< attend over every visible key, whatever the length
+  bool attend_sparse = false;  ///< select, and attend over a TopKSelection
   std::vector<int32_t> page_sizes;
   std::vector<LatentFormat> latent_formats;  ///< that bind takes
 };
@@ -237,15 +238,16 @@ class GANNET_API AttentionRegistry {
   const std::vector<AttentionBackendEntry>& entries() const noexcept { return entries_; }
   /// The backend of that name, or the default of config.arch for an empty name. Throws, listing what there is, for an
   /// unknown name, a name that does not serve the architecture, an architecture without default.
-  std::unique_ptr<AttentionBackend> make(const Context& context, const AttentionConfig& config, std::string_view name = {},
-                                         MemoryResource& resource = host_memory()) const;
+  std::unique_ptr<AttentionBackend> make(const Context& context, const AttentionConfig& config,
+                                         std::string_view name = {}, MemoryResource& resource = host_memory()) const;
 
  private:
   std::vector<AttentionBackendEntry> entries_;
 };
 
 /// AttentionRegistry::builtin().make(...). `context` and `resource` must outlive the backend.
-GANNET_API std::unique_ptr<AttentionBackend> make_attention_backend(const Context& context, const AttentionConfig& config,
+GANNET_API std::unique_ptr<AttentionBackend> make_attention_backend(const Context& context,
+                                                                    const AttentionConfig& config,
                                                                     std::string_view name = {},
                                                                     MemoryResource& resource = host_memory());
 

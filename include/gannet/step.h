@@ -35,14 +35,14 @@ constexpr bool is_decode_or_idle(StepMode m) noexcept { return is_decode(m) || i
 
 // ---- prefix chunks ------------------------------------------------------------------------------------------------
 
-/// One non-causal pass over a part of the prefixes of requests [first_request, first_request + num_requests).
+/// One non-causal pass over a part of the prefixes of requests [first_request, first_request + num_requests); the other
+/// extend requests have no keys in it.
 struct PrefixChunk {
   int32_t first_request = 0;
   int32_t num_requests = 0;
   int64_t begin = 0;       ///< position of the first token, the same in every request
   int64_t num_tokens = 0;  ///< over its requests, at least 1
   int32_t max_len = 0;     ///< longest part of one request
-  size_t lens_offset = 0;  ///< where its cumulative lengths begin in PrefixChunkPlan::cu_lens
 };
 
 /// How the prefixes of a step's extend requests are cut (spec 2.5, 0.1.8):
@@ -52,15 +52,17 @@ struct PrefixChunk {
 /// one). A chunk in which no request has tokens is left out.
 struct PrefixChunkPlan {
   int64_t chunk_len = 0;
-  int64_t num_loops = 0;          ///< ceil(longest prefix / chunk_len)
+  int64_t num_loops = 0;  ///< ceil(longest prefix / chunk_len)
   int64_t requests_per_chunk = 0;
-  int64_t max_tokens = 0;         ///< of one chunk: sizes the scratch
+  int64_t max_tokens = 0;  ///< of one chunk: sizes the scratch
   std::vector<PrefixChunk> chunks;
-  std::vector<int32_t> cu_lens;   ///< see cu_kv_lens
+  int64_t num_extends = 0;
+  std::vector<int32_t> cu_lens;  ///< [chunks, num_extends + 1]
 
-  /// Cumulative lengths of the requests of a chunk, [num_requests + 1], from 0; a request may have none.
-  std::span<const int32_t> cu_kv_lens(const PrefixChunk& c) const noexcept {
-    return std::span(cu_lens).subspan(c.lens_offset, static_cast<size_t>(c.num_requests) + 1);
+  /// Cumulative lengths of all extend requests in chunk i, [num_extends + 1], from 0; a request may have none.
+  std::span<const int32_t> cu_kv_lens(size_t i) const noexcept {
+    const auto width = static_cast<size_t>(num_extends) + 1;
+    return std::span(cu_lens).subspan(i * width, width);
   }
 };
 
@@ -77,10 +79,12 @@ GANNET_API void plan_prefix_chunks(std::span<const int32_t> prefix_lens, int64_t
 
 /// A step as an engine describes it; the arrays are read during StepPlan::assign only.
 struct BatchStep {
-  std::span<const int32_t> seq_lens;     ///< [num_requests], tokens, this step's included; 0: a padded request
-  std::span<const int32_t> prefix_lens;  ///< [num_extends]: tokens in the cache before this step
-  std::span<const int32_t> extend_lens;  ///< [num_extends]: new tokens; prefix + extend = seq_len
-  int32_t q_len = 1;                     ///< rows of each decode request
+  /// [num_requests], tokens; 0: a padded request. Of extend requests this step's tokens are included; of decode
+  /// requests decode_bound says.
+  std::span<const int32_t> seq_lens;
+  std::span<const int32_t> prefix_lens;           ///< [num_extends]: tokens in the cache before this step
+  std::span<const int32_t> extend_lens;           ///< [num_extends]: new tokens; prefix + extend = seq_len
+  int32_t q_len = 1;                              ///< rows of each decode request
   RowBound decode_bound = RowBound::kCausalFull;  ///< what seq_lens means for decode requests
   PageTableView pages;                            ///< int32 in host memory, in either form
 
@@ -90,8 +94,8 @@ struct BatchStep {
 
 struct StepLimits {
   int32_t page_size = 64;
-  int64_t num_pages = 0;  ///< of the pool: every page that a row sees is checked against it; 0: not checked
-  int64_t max_context_len = 0;
+  int64_t num_pages = 0;        ///< of the pool: every page that a row sees is checked against it; 0: not checked
+  int64_t max_context_len = 0;  ///< at most 2^31 - 1
   int64_t prefix_chunk_capacity = 32768;  ///< tokens gathered and expanded at a time
 };
 
@@ -111,21 +115,24 @@ struct Range {
   friend bool operator==(const Range&, const Range&) = default;
 };
 
-/// Everything that follows from a BatchStep. Owns its arrays; assign() reuses their memory. Row j of a decode request
-/// of S rows and length L stands, by the meaning of its bound, at position
-///   kCausalFull, kUniformBlock: L - S + j        kCausalFromFirst: L - 1 + j
-/// A row at a negative position belongs to padding: it is written nowhere (slot -1) and sees nothing.
+/// Everything that follows from a BatchStep. Owns its arrays; assign() reuses their memory.
+///
+/// Lengths here have one meaning: all tokens of a request after this step. A decode request given as kCausalFromFirst,
+/// whose first row sees L > 0 keys, becomes one of L + S - 1 tokens under kCausalFull: row j sees the same L + j. So
+/// row j of S stands at position seq_len - S + j. A row at a negative position belongs to padding: it is written
+/// nowhere (slot -1), and sees nothing under kCausalFull.
 class GANNET_API StepPlan {
  public:
   StepPlan() = default;
 
   /// Throws Error(kInvalidArgument), and leaves an idle plan, for: more extends than requests, arrays of other sizes,
   /// negative lengths, prefix + extend unlike seq_len, q_len below 1, a length beyond max_context_len or beyond the
-  /// table, a page outside the pool, a table that is not int32 in host memory, more than 2^31 - 1 rows.
+  /// table, a page or slot outside the pool, a table that is not int32 in host memory, more than 2^31 - 1 rows.
   void assign(const BatchStep& step, const StepLimits& limits);
 
   StepMode mode() const noexcept { return mode_; }
   int32_t q_len() const noexcept { return q_len_; }
+  /// kCausalFull or kUniformBlock.
   RowBound decode_bound() const noexcept { return decode_bound_; }
   int32_t page_size() const noexcept { return page_size_; }
   int64_t num_requests() const noexcept { return static_cast<int64_t>(seq_lens_.size()); }
@@ -139,13 +146,13 @@ class GANNET_API StepPlan {
   }
   int64_t request_of_row(int64_t row) const noexcept;
 
-  std::span<const int32_t> seq_lens() const noexcept { return seq_lens_; }          ///< [num_requests]
-  std::span<const int32_t> prefix_lens() const noexcept { return prefix_lens_; }    ///< [num_extends]
-  std::span<const int32_t> cu_rows() const noexcept { return cu_rows_; }            ///< [num_requests + 1]
-  std::span<const int32_t> positions() const noexcept { return positions_; }        ///< [num_rows], padding 0: for RoPE
-  std::span<const int32_t> write_slots() const noexcept { return write_slots_; }    ///< [num_rows], padding -1
-  std::span<const int32_t> row_lens() const noexcept { return row_lens_; }          ///< [num_rows]: keys that a row sees
-  int64_t max_row_len() const noexcept { return max_row_len_; }                     ///< 0 without rows
+  std::span<const int32_t> seq_lens() const noexcept { return seq_lens_; }        ///< [num_requests]
+  std::span<const int32_t> prefix_lens() const noexcept { return prefix_lens_; }  ///< [num_extends]
+  std::span<const int32_t> cu_rows() const noexcept { return cu_rows_; }          ///< [num_requests + 1]
+  std::span<const int32_t> positions() const noexcept { return positions_; }      ///< [num_rows], padding 0: for RoPE
+  std::span<const int32_t> write_slots() const noexcept { return write_slots_; }  ///< [num_rows], padding -1
+  std::span<const int32_t> row_lens() const noexcept { return row_lens_; }        ///< [num_rows]: keys that a row sees
+  int64_t max_row_len() const noexcept { return max_row_len_; }                   ///< 0 without rows
   int64_t max_row_len(StepRows part) const noexcept;
 
   /// This plan's own copy of the page table: int32 [num_requests, columns], row i for request i, only the cells that
@@ -156,7 +163,7 @@ class GANNET_API StepPlan {
   TensorView seq_lens_view(StepRows part) const noexcept;
 
   const PrefixChunkPlan& prefix_chunks() const noexcept { return chunks_; }
-  /// Slots of a chunk's tokens, request by request: writes chunk.num_tokens values.
+  /// Slots of a chunk's tokens, request by request: int32 [num_tokens].
   void fill_chunk_slots(const PrefixChunk& chunk, std::span<int32_t> slots) const;
 
   /// Slot of a position of a request, which must be within its length.
@@ -166,8 +173,10 @@ class GANNET_API StepPlan {
   }
 
  private:
-  void check(const BatchStep& step, const StepLimits& limits) const;
-  void copy_table(const BatchStep& step, const StepLimits& limits);
+  void reset() noexcept;
+  void fill(const BatchStep& step, const StepLimits& limits);
+  void fill_rows();
+  void copy_table(const PageTableView& pages, int64_t num_pages);
 
   StepMode mode_ = StepMode::kIdle;
   RowBound decode_bound_ = RowBound::kCausalFull;
@@ -178,7 +187,9 @@ class GANNET_API StepPlan {
   int64_t max_row_len_ = 0;
   int64_t max_prefill_row_len_ = 0;
   int64_t max_decode_row_len_ = 0;
-  std::vector<int32_t> seq_lens_, prefix_lens_, cu_rows_, cu_decode_rows_, positions_, write_slots_, row_lens_, cells_;
+  std::vector<int32_t> seq_lens_, prefix_lens_, cu_rows_, cu_decode_rows_, positions_, write_slots_, row_lens_;
+  std::vector<int32_t> cells_;  // [num_requests, columns_]
+  std::vector<int32_t> used_;   // [num_requests]: leading cells that are not 0 by rule
   PrefixChunkPlan chunks_;
 };
 

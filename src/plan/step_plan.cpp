@@ -1,0 +1,287 @@
+#include <algorithm>
+#include <bit>
+#include <limits>
+
+#include "core/checked.h"
+#include "gannet/step.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace {
+
+constexpr const char* kName = "StepPlan";
+constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMinColumns = 4;  // 16 bytes: rows of the table copy stay aligned to kBaseAlignment
+
+void check_host_int32(const char* name, const TensorView& v, int rank) {
+  if (v.dtype != DType::kI32 || v.rank != rank || v.device.kind != DeviceKind::kCpu)
+    fail_argument(kName, "{} is {}; accepted: int32 of rank {} in host memory", name, describe(v), rank);
+  if (v.shape[static_cast<size_t>(rank) - 1] > 1 && v.stride[static_cast<size_t>(rank) - 1] != 1)
+    fail_argument(kName, "{} is {}; accepted: last stride 1", name, describe(v));
+  if (v.num_elements() > 0 && v.data == nullptr) fail_argument(kName, "{}.data is null", name);
+}
+
+/// A request's cells in either form.
+class TableReader {
+ public:
+  TableReader(const PageTableView& t, int64_t num_requests) : t_(t) {
+    if (t.form == PageTableForm::kPadded) {
+      check_host_int32("pages", t.pages, 2);
+      if (t.row_indices.given()) {
+        check_host_int32("pages.row_indices", t.row_indices, 1);
+        if (t.row_indices.shape[0] < num_requests)
+          fail_argument(kName, "pages.row_indices is {}; the step has {} requests", describe(t.row_indices),
+                        num_requests);
+      } else if (t.pages.shape[0] < num_requests) {
+        fail_argument(kName, "pages is {}; the step has {} requests", describe(t.pages), num_requests);
+      }
+    } else {
+      check_host_int32("pages.indptr", t.indptr, 1);
+      check_host_int32("pages.indices", t.indices, 1);
+      if (t.indptr.shape[0] < num_requests + 1)
+        fail_argument(kName, "pages.indptr is {}; the step has {} requests and needs one entry more",
+                      describe(t.indptr), num_requests);
+    }
+  }
+
+  std::span<const int32_t> row(int64_t request) const {
+    if (t_.form == PageTableForm::kPadded) {
+      int64_t r = request;
+      if (t_.row_indices.given()) {
+        r = *t_.row_indices.ptr<const int32_t>(request);
+        if (r < 0 || r >= t_.pages.shape[0])
+          fail_argument(kName, "pages.row_indices[{}] is {}; accepted: 0 to {}", request, r, t_.pages.shape[0] - 1);
+      }
+      return {t_.pages.ptr<const int32_t>(r), static_cast<size_t>(t_.pages.shape[1])};
+    }
+    const int32_t begin = *t_.indptr.ptr<const int32_t>(request);
+    const int32_t end = *t_.indptr.ptr<const int32_t>(request + 1);
+    if (begin < 0 || end < begin || end > t_.indices.shape[0])
+      fail_argument(kName, "pages.indptr[{}..{}] is {}, {}; accepted: ascending within 0 to {}", request, request + 1,
+                    begin, end, t_.indices.shape[0]);
+    return {t_.indices.ptr<const int32_t>(begin), static_cast<size_t>(end - begin)};
+  }
+
+ private:
+  const PageTableView& t_;
+};
+
+}  // namespace
+
+const char* to_string(StepMode m) noexcept {
+  switch (m) {
+    case StepMode::kIdle: return "idle";
+    case StepMode::kExtend: return "extend";
+    case StepMode::kDecode: return "decode";
+    case StepMode::kMixed: return "mixed";
+  }
+  return "unknown";
+}
+
+const char* to_string(StepRows r) noexcept {
+  switch (r) {
+    case StepRows::kPrefill: return "prefill";
+    case StepRows::kDecode: return "decode";
+    case StepRows::kAll: return "all";
+  }
+  return "unknown";
+}
+
+StepMode step_mode(int64_t num_extends, int64_t num_requests) {
+  if (num_extends < 0 || num_extends > std::max<int64_t>(num_requests, 0))
+    fail_argument("step_mode", "num_extends is {}; accepted: 0 to num_requests, {}", num_extends, num_requests);
+  if (num_requests <= 0) return StepMode::kIdle;
+  if (num_extends == 0) return StepMode::kDecode;
+  return num_extends == num_requests ? StepMode::kExtend : StepMode::kMixed;
+}
+
+void StepPlan::reset() noexcept {
+  mode_ = StepMode::kIdle;
+  num_extends_ = 0;
+  max_row_len_ = max_prefill_row_len_ = max_decode_row_len_ = 0;
+  for (std::vector<int32_t>* v :
+       {&seq_lens_, &prefix_lens_, &cu_rows_, &cu_decode_rows_, &positions_, &write_slots_, &row_lens_})
+    v->clear();
+  chunks_.chunks.clear();
+  chunks_.cu_lens.clear();
+  chunks_.num_extends = chunks_.num_loops = chunks_.max_tokens = 0;
+}
+
+void StepPlan::assign(const BatchStep& step, const StepLimits& limits) {
+  reset();
+  try {
+    fill(step, limits);
+  } catch (...) {
+    reset();
+    throw;
+  }
+}
+
+void StepPlan::fill(const BatchStep& step, const StepLimits& limits) {
+  const int64_t num_requests = step.num_requests();
+  if (limits.page_size < 1) fail_argument(kName, "page_size is {}; accepted: 1 and more", limits.page_size);
+  if (limits.num_pages < 0) fail_argument(kName, "num_pages is {}; accepted: 0 and more", limits.num_pages);
+  if (limits.max_context_len < 0 || limits.max_context_len > kMaxInt32)
+    fail_argument(kName, "max_context_len is {}; accepted: 0 to {}", limits.max_context_len, kMaxInt32);
+  if (step.prefix_lens.size() != step.extend_lens.size())
+    fail_argument(kName,
+                  "prefix_lens has {} entries and extend_lens {}; accepted: as many, one for each extend request",
+                  step.prefix_lens.size(), step.extend_lens.size());
+  if (step.q_len < 1) fail_argument(kName, "q_len is {}; accepted: 1 and more", step.q_len);
+  const StepMode mode = step_mode(step.num_extends(), num_requests);
+
+  page_size_ = limits.page_size;
+  q_len_ = step.q_len;
+  num_extends_ = step.num_extends();
+  decode_bound_ = step.decode_bound == RowBound::kUniformBlock ? RowBound::kUniformBlock : RowBound::kCausalFull;
+
+  // Lengths, in their one meaning, and rows.
+  cu_rows_.push_back(0);
+  int64_t rows = 0;
+  for (int64_t r = 0; r < num_requests; ++r) {
+    int64_t len = step.seq_lens[static_cast<size_t>(r)];
+    if (len < 0) fail_argument(kName, "seq_lens[{}] is {}; accepted: 0 and more", r, len);
+    if (r < num_extends_) {
+      const int64_t prefix = step.prefix_lens[static_cast<size_t>(r)];
+      const int64_t extend = step.extend_lens[static_cast<size_t>(r)];
+      if (prefix < 0 || extend < 0)
+        fail_argument(kName, "prefix_lens[{}] is {} and extend_lens[{}] {}; accepted: 0 and more", r, prefix, r,
+                      extend);
+      if (prefix + extend != len)
+        fail_argument(kName,
+                      "seq_lens[{}] is {}; prefix_lens + extend_lens is {} + {} (lengths include this step's tokens)",
+                      r, len, prefix, extend);
+      rows += extend;
+    } else {
+      if (step.decode_bound == RowBound::kCausalFromFirst && len > 0) len += step.q_len - 1;
+      rows += step.q_len;
+    }
+    if (len > limits.max_context_len)
+      fail_argument(kName, "seq_lens[{}] makes {} tokens; accepted: at most max_context_len, {}", r, len,
+                    limits.max_context_len);
+    if (rows > kMaxInt32) fail_argument(kName, "the step has more than 2^31 - 1 rows");
+    seq_lens_.push_back(static_cast<int32_t>(len));
+    cu_rows_.push_back(static_cast<int32_t>(rows));
+  }
+  for (int64_t r = num_extends_; r <= num_requests; ++r)
+    cu_decode_rows_.push_back(cu_rows_[static_cast<size_t>(r)] - cu_rows_[static_cast<size_t>(num_extends_)]);
+  prefix_lens_.assign(step.prefix_lens.begin(), step.prefix_lens.end());
+
+  if (num_requests > 0) copy_table(step.pages, limits.num_pages);
+  fill_rows();
+  plan_prefix_chunks(prefix_lens_, limits.prefix_chunk_capacity, limits.page_size, chunks_);
+  mode_ = mode;
+}
+
+void StepPlan::copy_table(const PageTableView& pages, int64_t num_pages) {
+  const TableReader reader(pages, num_requests());
+  int64_t columns = std::max(columns_, kMinColumns);
+  const auto num_rows = seq_lens_.size();
+  for (size_t r = 0; r < num_rows; ++r) {  // before any memory is taken for them
+    const int64_t reach = static_cast<int64_t>(reader.row(static_cast<int64_t>(r)).size()) * page_size_;
+    if (seq_lens_[r] > reach)
+      fail_argument(kName, "request {} has {} tokens; its row of the page table reaches {}", r, seq_lens_[r], reach);
+    const int64_t needed = (int64_t{seq_lens_[r]} + page_size_ - 1) / page_size_;
+    if (needed > columns) columns = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(needed)));
+  }
+  // Rows keep their cells from the step before; only what a row no longer uses is cleared.
+  if (columns != columns_ || used_.size() != num_rows) {
+    used_.assign(num_rows, 0);
+    cells_.assign(static_cast<size_t>(checked_mul(kName, "the size of the page table", num_requests(), columns)), 0);
+    columns_ = columns;
+  }
+  // Slots are int32 in lists: page * page_size + page_size - 1 must fit.
+  const int64_t page_limit =
+      num_pages > 0 ? std::min(num_pages, (kMaxInt32 + 1) / page_size_) : (kMaxInt32 + 1) / page_size_;
+  for (size_t r = 0; r < num_rows; ++r) {
+    const std::span<const int32_t> row = reader.row(static_cast<int64_t>(r));
+    const auto needed = static_cast<size_t>((int64_t{seq_lens_[r]} + page_size_ - 1) / page_size_);
+    int32_t* cells = cells_.data() + r * static_cast<size_t>(columns_);
+    const auto before = static_cast<size_t>(used_[r]);
+    used_[r] = static_cast<int32_t>(std::max(needed, before));  // holds also when a page below is refused
+    for (size_t c = 0; c < needed; ++c) {
+      if (row[c] < 0 || row[c] >= page_limit)
+        fail_argument(kName, "page {} of request {} is {}; accepted: 0 to {}", c, r, row[c], page_limit - 1);
+      cells[c] = row[c];
+    }
+    if (before > needed) std::fill(cells + needed, cells + before, 0);
+    used_[r] = static_cast<int32_t>(needed);
+  }
+}
+
+void StepPlan::fill_rows() {
+  const auto rows = static_cast<size_t>(num_rows());
+  positions_.resize(rows);
+  write_slots_.resize(rows);
+  row_lens_.resize(rows);
+  size_t t = 0;
+  for (int64_t r = 0; r < num_requests(); ++r) {
+    const int64_t len = seq_lens_[static_cast<size_t>(r)];
+    const int64_t count = rows_of_request(r).size();
+    const RowBound bound = r < num_extends_ ? RowBound::kCausalFull : decode_bound_;
+    int64_t& max_len = r < num_extends_ ? max_prefill_row_len_ : max_decode_row_len_;
+    for (int64_t j = 0; j < count; ++j, ++t) {
+      const int64_t position = len - count + j;
+      positions_[t] = static_cast<int32_t>(std::max<int64_t>(position, 0));
+      write_slots_[t] = position < 0 ? -1 : static_cast<int32_t>(slot_of(r, position));
+      const int64_t sees = row_bound(bound, len, count, j);
+      row_lens_[t] = static_cast<int32_t>(sees);
+      max_len = std::max(max_len, sees);
+    }
+  }
+  max_row_len_ = std::max(max_prefill_row_len_, max_decode_row_len_);
+}
+
+Range StepPlan::requests(StepRows part) const noexcept {
+  switch (part) {
+    case StepRows::kPrefill: return {0, num_extends_};
+    case StepRows::kDecode: return {num_extends_, num_requests()};
+    case StepRows::kAll: break;
+  }
+  return {0, num_requests()};
+}
+
+Range StepPlan::rows(StepRows part) const noexcept {
+  if (cu_rows_.empty()) return {};
+  const Range r = requests(part);
+  return {cu_rows_[static_cast<size_t>(r.begin)], cu_rows_[static_cast<size_t>(r.end)]};
+}
+
+int64_t StepPlan::request_of_row(int64_t row) const noexcept {
+  return std::upper_bound(cu_rows_.begin(), cu_rows_.end(), row) - cu_rows_.begin() - 1;
+}
+
+int64_t StepPlan::max_row_len(StepRows part) const noexcept {
+  return part == StepRows::kPrefill  ? max_prefill_row_len_
+         : part == StepRows::kDecode ? max_decode_row_len_
+                                     : max_row_len_;
+}
+
+PageTableView StepPlan::pages(StepRows part) const noexcept {
+  const Range r = requests(part);
+  return PageTableView::padded(view(cells_.data() + r.begin * columns_, {r.size(), columns_}));
+}
+
+TensorView StepPlan::cu_q_lens(StepRows part) const noexcept {
+  if (part == StepRows::kDecode) return view(cu_decode_rows_.data(), {static_cast<int64_t>(cu_decode_rows_.size())});
+  return view(cu_rows_.data(), {requests(part).size() + 1});
+}
+
+TensorView StepPlan::seq_lens_view(StepRows part) const noexcept {
+  const Range r = requests(part);
+  return view(seq_lens_.data() + r.begin, {r.size()});
+}
+
+void StepPlan::fill_chunk_slots(const PrefixChunk& chunk, std::span<int32_t> slots) const {
+  if (static_cast<int64_t>(slots.size()) < chunk.num_tokens)
+    fail_argument("StepPlan::fill_chunk_slots", "slots has {} entries; the chunk has {} tokens", slots.size(),
+                  chunk.num_tokens);
+  size_t t = 0;
+  for (int64_t r = chunk.first_request; r < chunk.first_request + chunk.num_requests; ++r) {
+    const int64_t end = std::min<int64_t>(prefix_lens_[static_cast<size_t>(r)], chunk.begin + chunks_.chunk_len);
+    for (int64_t p = chunk.begin; p < end; ++p) slots[t++] = static_cast<int32_t>(slot_of(r, p));
+  }
+}
+
+}  // namespace v0
+}  // namespace gannet

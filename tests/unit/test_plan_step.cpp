@@ -1,0 +1,245 @@
+// What follows from a step.
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "gannet/error.h"
+#include "gannet/kv_pool.h"
+#include "gannet/step.h"
+
+namespace {
+
+using namespace gannet;
+using Ints = std::vector<int32_t>;
+
+Ints ints(std::span<const int32_t> s) { return {s.begin(), s.end()}; }
+Ints ints(const TensorView& v) { return {v.ptr<int32_t>(), v.ptr<int32_t>() + v.num_elements()}; }
+
+template <class F>
+std::string error_of(F&& f) {
+  try {
+    f();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.code(), ErrorCode::kInvalidArgument) << e.what();
+    return e.what();
+  }
+  return {};
+}
+
+testing::AssertionResult has(const std::string& text, const std::string& part) {
+  if (text.find(part) != std::string::npos) return testing::AssertionSuccess();
+  return testing::AssertionFailure() << "\"" << text << "\" lacks \"" << part << "\"";
+}
+
+constexpr StepLimits kLimits{.page_size = 64, .num_pages = 100, .max_context_len = 1000, .prefix_chunk_capacity = 128};
+
+/// spec appendix B: C (prefix 0, new 5), D (prefix 130, new 3), A (length 65), B (length 200); two rows a decode
+/// request.
+struct MiniBatch {
+  Ints seq_lens{5, 133, 65, 200}, prefix_lens{0, 130}, extend_lens{5, 3};
+  PageTable table{4, 5};
+  BatchStep step;
+  MiniBatch() {
+    table.set_row(0, Ints{9});
+    table.set_row(1, Ints{4, 2, 7});
+    table.set_row(2, Ints{1, 3});
+    table.set_row(3, Ints{8, 5, 6, 10});
+    step = {.seq_lens = seq_lens,
+            .prefix_lens = prefix_lens,
+            .extend_lens = extend_lens,
+            .q_len = 2,
+            .pages = table.view()};
+  }
+};
+
+TEST(StepPlan, MiniBatchOfTheContract) {
+  const MiniBatch b;
+  StepPlan p;
+  p.assign(b.step, kLimits);
+  EXPECT_EQ(p.mode(), StepMode::kMixed);
+  EXPECT_EQ(p.num_rows(), 12);
+  EXPECT_EQ(ints(p.cu_rows()), (Ints{0, 5, 8, 10, 12}));
+  EXPECT_EQ(ints(p.cu_q_lens(StepRows::kPrefill)), (Ints{0, 5, 8}));
+  EXPECT_EQ(ints(p.cu_q_lens(StepRows::kDecode)), (Ints{0, 2, 4}));
+  EXPECT_EQ(ints(p.seq_lens_view(StepRows::kDecode)), (Ints{65, 200}));
+  EXPECT_EQ(p.rows(StepRows::kPrefill), (Range{0, 8}));
+  EXPECT_EQ(p.rows(StepRows::kDecode), (Range{8, 12}));
+  EXPECT_EQ(p.requests(StepRows::kDecode), (Range{2, 4}));
+  EXPECT_EQ(ints(p.row_lens()), (Ints{1, 2, 3, 4, 5, 131, 132, 133, 64, 65, 199, 200}));
+  EXPECT_EQ(ints(p.positions()), (Ints{0, 1, 2, 3, 4, 130, 131, 132, 63, 64, 198, 199}));
+  EXPECT_EQ(ints(p.write_slots()), (Ints{576, 577, 578, 579, 580, 7 * 64 + 2, 7 * 64 + 3, 7 * 64 + 4, 64 + 63, 3 * 64,
+                                         10 * 64 + 6, 10 * 64 + 7}));
+  EXPECT_EQ(p.max_row_len(), 200);
+  EXPECT_EQ(p.max_row_len(StepRows::kPrefill), 133);
+  Ints requests;
+  for (int64_t t = 0; t < 12; ++t) requests.push_back(static_cast<int32_t>(p.request_of_row(t)));
+  EXPECT_EQ(requests, (Ints{0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 3}));
+  ASSERT_EQ(p.prefix_chunks().chunks.size(), 3u);
+  Ints slots(64);
+  p.fill_chunk_slots(p.prefix_chunks().chunks[1], slots);
+  for (int i = 0; i < 64; ++i) EXPECT_EQ(slots[static_cast<size_t>(i)], 2 * 64 + i);
+  Ints two(2);
+  p.fill_chunk_slots(p.prefix_chunks().chunks[2], two);
+  EXPECT_EQ(two, (Ints{448, 449}));
+  EXPECT_TRUE(has(error_of([&] { p.fill_chunk_slots(p.prefix_chunks().chunks[0], two); }), "slots has 2 entries"));
+}
+
+TEST(StepPlan, EveryFormOfTableGivesTheSamePlan) {
+  MiniBatch b;
+  StepPlan padded;
+  padded.assign(b.step, kLimits);
+  const CsrPageTable csr = b.table.csr(Ints{0, 1, 2, 3});
+  b.step.pages = csr.view();
+  StepPlan from_csr;
+  from_csr.assign(b.step, kLimits);
+  EXPECT_EQ(ints(padded.write_slots()), ints(from_csr.write_slots()));
+  EXPECT_EQ(ints(padded.pages(StepRows::kAll).pages), ints(from_csr.pages(StepRows::kAll).pages));
+  // Rows anywhere in a larger table.
+  PageTable pool(9, 5);
+  const Ints where{7, 0, 3, 8};
+  for (int32_t r = 0; r < 4; ++r)
+    pool.set_row(where[static_cast<size_t>(r)], b.table.row(r).first(static_cast<size_t>(b.table.num_pages(r))));
+  b.step.pages = pool.view(view(where.data(), {4}));
+  StepPlan indexed;
+  indexed.assign(b.step, kLimits);
+  EXPECT_EQ(ints(padded.write_slots()), ints(indexed.write_slots()));
+}
+
+// spec 1.6: S = 2, base [64, 128] sees [64, 65, 128, 129] as kCausalFromFirst and [63, 64, 127, 128] as kCausalFull.
+TEST(StepPlan, RowBounds) {
+  const Ints lens{64, 128};
+  PageTable table(2, 3);
+  table.set_row(0, Ints{1, 2});
+  table.set_row(1, Ints{3, 4, 5});
+  StepPlan p;
+  BatchStep step{.seq_lens = lens, .prefix_lens = {}, .extend_lens = {}, .q_len = 2, .pages = table.view()};
+  p.assign(step, kLimits);
+  EXPECT_EQ(ints(p.row_lens()), (Ints{63, 64, 127, 128}));
+  EXPECT_EQ(ints(p.positions()), (Ints{62, 63, 126, 127}));
+  step.decode_bound = RowBound::kCausalFromFirst;
+  p.assign(step, kLimits);
+  EXPECT_EQ(p.decode_bound(), RowBound::kCausalFull);
+  EXPECT_EQ(ints(p.seq_lens()), (Ints{65, 129}));
+  EXPECT_EQ(ints(p.row_lens()), (Ints{64, 65, 128, 129}));
+  EXPECT_EQ(ints(p.positions()), (Ints{63, 64, 127, 128}));
+  EXPECT_EQ(ints(p.write_slots()), (Ints{64 + 63, 128, 4 * 64 + 63, 5 * 64}));
+  step.decode_bound = RowBound::kUniformBlock;
+  p.assign(step, kLimits);
+  EXPECT_EQ(ints(p.row_lens()), (Ints{64, 64, 128, 128}));
+  EXPECT_EQ(ints(p.positions()), (Ints{62, 63, 126, 127}));
+}
+
+TEST(StepPlan, PaddedRequestsWriteNowhereAndSeeNothing) {
+  const Ints lens{0, 1, 3};
+  PageTable table(3, 1);
+  table.set_row(1, Ints{1});
+  table.set_row(2, Ints{2});
+  for (const RowBound bound : {RowBound::kCausalFull, RowBound::kCausalFromFirst, RowBound::kUniformBlock}) {
+    StepPlan p;
+    p.assign({.seq_lens = lens,
+              .prefix_lens = {},
+              .extend_lens = {},
+              .q_len = 2,
+              .decode_bound = bound,
+              .pages = table.view()},
+             kLimits);
+    EXPECT_EQ(ints(p.row_lens().first(2)), (Ints{0, 0})) << to_string(bound);
+    EXPECT_EQ(ints(p.write_slots().first(2)), (Ints{-1, -1})) << to_string(bound);
+    EXPECT_EQ(ints(p.positions().first(2)), (Ints{0, 0})) << to_string(bound);
+    if (bound == RowBound::kCausalFull) {
+      EXPECT_EQ(ints(p.row_lens()), (Ints{0, 0, 0, 1, 2, 3}));
+      EXPECT_EQ(ints(p.write_slots()), (Ints{-1, -1, -1, 64, 129, 130}));
+    }
+  }
+}
+
+TEST(StepPlan, RequestsWithoutNewRows) {
+  const Ints lens{10, 3}, prefixes{10, 0}, extends{0, 3};
+  PageTable table(2, 1);
+  table.set_row(0, Ints{1});
+  table.set_row(1, Ints{2});
+  StepPlan p;
+  p.assign({.seq_lens = lens, .prefix_lens = prefixes, .extend_lens = extends, .pages = table.view()}, kLimits);
+  EXPECT_EQ(ints(p.cu_rows()), (Ints{0, 0, 3}));
+  EXPECT_EQ(p.request_of_row(0), 1);
+  EXPECT_EQ(ints(p.write_slots()), (Ints{128, 129, 130}));
+}
+
+TEST(StepPlan, ForgetsTheStepBefore) {
+  const MiniBatch b;
+  StepPlan p;
+  p.assign(b.step, kLimits);
+  // The same shapes with shorter rows: no page of the step before may be left in the copy.
+  const Ints lens{5, 3, 60, 1}, prefixes{0, 0}, extends{5, 3};
+  BatchStep step = b.step;
+  step.seq_lens = lens;
+  step.prefix_lens = prefixes;
+  step.extend_lens = extends;
+  p.assign(step, kLimits);
+  const TensorView cells = p.pages(StepRows::kAll).pages;
+  for (int64_t r = 0; r < 4; ++r)
+    for (int64_t c = 1; c < cells.shape[1]; ++c) EXPECT_EQ(*cells.ptr<int32_t>(r, c), 0) << r << ", " << c;
+  p.assign({}, kLimits);
+  EXPECT_EQ(p.mode(), StepMode::kIdle);
+  EXPECT_EQ(p.num_rows(), 0);
+  EXPECT_EQ(p.rows(StepRows::kAll), (Range{0, 0}));
+  EXPECT_TRUE(p.prefix_chunks().chunks.empty());
+}
+
+TEST(StepPlan, NamesWhatIsWrong) {
+  const auto text = [&](auto&& change, StepLimits limits = kLimits) {
+    MiniBatch m;
+    StepPlan p;
+    p.assign(m.step, kLimits);  // the batch itself is fine
+    change(m);
+    const std::string e = error_of([&] { p.assign(m.step, limits); });
+    EXPECT_EQ(p.mode(), StepMode::kIdle);
+    EXPECT_EQ(p.num_rows(), 0);
+    return e;
+  };
+  const auto nothing = [](MiniBatch&) {};
+  EXPECT_TRUE(
+      has(text([](MiniBatch& m) { m.seq_lens[1] = 130; }), "seq_lens[1] is 130; prefix_lens + extend_lens is 130 + 3"));
+  EXPECT_TRUE(has(text([](MiniBatch& m) { m.seq_lens[2] = -1; }), "seq_lens[2] is -1"));
+  EXPECT_TRUE(has(text([](MiniBatch& m) { m.prefix_lens[0] = -1; }), "prefix_lens[0] is -1"));
+  EXPECT_TRUE(has(text([](MiniBatch& m) { m.step.q_len = 0; }), "q_len is 0"));
+  EXPECT_TRUE(has(text([](MiniBatch& m) { m.step.prefix_lens = m.step.prefix_lens.first(1); }),
+                  "prefix_lens has 1 entries and extend_lens 2"));
+  EXPECT_TRUE(has(text([](MiniBatch& m) { m.step.seq_lens = m.step.seq_lens.first(1); }), "num_extends is 2"));
+  EXPECT_TRUE(has(text([](MiniBatch& m) { m.seq_lens[3] = 400; }),
+                  "request 3 has 400 tokens; its row of the page table reaches 320"));
+  EXPECT_TRUE(has(text([](MiniBatch& m) { m.seq_lens[3] = 1001; }), "at most max_context_len, 1000"));
+  EXPECT_TRUE(has(text([](MiniBatch& m) {
+                    m.table.set_row(3, Ints{8, 5, 100, 10});
+                  }),
+                  "page 2 of request 3 is 100; accepted: 0 to 99"));
+  EXPECT_TRUE(has(text([](MiniBatch& m) { m.step.pages.pages.dtype = DType::kI64; }), "pages is int64"));
+  EXPECT_TRUE(has(text([](MiniBatch& m) { m.step.pages.pages.shape[0] = 3; }), "the step has 4 requests"));
+  EXPECT_TRUE(has(text([](MiniBatch& m) { m.step.pages.pages.data = nullptr; }), "pages.data is null"));
+  EXPECT_TRUE(has(text([](MiniBatch& m) { m.step.pages.pages.device = {DeviceKind::kCuda, 0}; }), "host memory"));
+  const Ints where{0, 1, 2, 4};
+  EXPECT_TRUE(
+      has(text([&](MiniBatch& m) { m.step.pages.row_indices = view(where.data(), {4}); }), "row_indices[3] is 4"));
+  EXPECT_TRUE(
+      has(text([&](MiniBatch& m) { m.step.pages.row_indices = view(where.data(), {3}); }), "row_indices is int32[3]"));
+  const Ints indptr{0, 1, 4, 3, 9}, indices(9, 1);
+  EXPECT_TRUE(has(text([&](MiniBatch& m) {
+                    m.step.pages = PageTableView::csr(view(indptr.data(), {5}), view(indices.data(), {9}));
+                  }),
+                  "indptr[2..3] is 4, 3"));
+  EXPECT_TRUE(has(text([&](MiniBatch& m) {
+                    m.step.pages = PageTableView::csr(view(indptr.data(), {4}), view(indices.data(), {9}));
+                  }),
+                  "needs one entry more"));
+  StepLimits limits = kLimits;
+  limits.page_size = 0;
+  EXPECT_TRUE(has(text(nothing, limits), "page_size is 0"));
+  limits = kLimits;
+  limits.prefix_chunk_capacity = 0;
+  EXPECT_TRUE(has(text(nothing, limits), "capacity is 0"));
+  limits = kLimits;
+  limits.max_context_len = int64_t{1} << 31;
+  EXPECT_TRUE(has(text(nothing, limits), "max_context_len is 2147483648"));
+}
+
+}  // namespace
