@@ -47,7 +47,7 @@ class GANNET_API Executor {
 /// Runs everything on the calling thread.
 class GANNET_API SerialExecutor final : public Executor {
  public:
-  int num_workers() const noexcept override { return 1; }
+  int num_workers() const noexcept override;  // not inline: kernel files of an instruction set would hold a copy
   void parallel_for(int64_t num_tasks, TaskRef f) override;
 };
 

@@ -29,6 +29,8 @@ inline namespace v0 {
 
 Executor::~Executor() = default;
 
+int SerialExecutor::num_workers() const noexcept { return 1; }
+
 void SerialExecutor::parallel_for(int64_t num_tasks, TaskRef f) {
   for (int64_t t = 0; t < num_tasks; ++t) f(t, 0);
 }
