@@ -22,6 +22,7 @@ namespace GANNET_ISA {
 
 inline constexpr int kLanes = 16;
 inline constexpr int kVectorRegisters = 32;
+inline constexpr bool kNativeDot2 = true;
 
 using F = __m512;
 using W = __m512i;
@@ -77,6 +78,62 @@ GANNET_INLINE F load_e4m3(const uint8_t* p) {
 }
 GANNET_INLINE F round_int(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 GANNET_INLINE F scale2(F p, F n) { return _mm512_scalef_ps(p, n); }
+
+GANNET_INLINE void store_bf16_exact(uint16_t* p, F v) {
+  const __m512i u = _mm512_castps_si512(v), high = _mm512_srli_epi32(u, 16);
+  const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+  __m512i w = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, odd), _mm512_set1_epi32(0x7fff)), 16);
+  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  w = _mm512_mask_or_epi32(w, nan, high, _mm512_set1_epi32(0x40));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(w));
+}
+GANNET_INLINE void store_e4m3(uint8_t* p, F v) {
+  const __m512i u = _mm512_castps_si512(v), magnitude = _mm512_and_si512(u, _mm512_set1_epi32(0x7fffffff));
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(magnitude, 20), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(magnitude, odd), _mm512_set1_epi32(0x7ffff - (120 << 23)));
+  const __m512i subnormal = _mm512_sub_epi32(
+      _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(magnitude), _mm512_set1_ps(0x1p14f))), _mm512_set1_epi32(0x46800000));
+  __m512i code = _mm512_srli_epi32(rounded, 20);
+  code = _mm512_mask_mov_epi32(code, _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(0x3c800000)), subnormal);
+  code = _mm512_mask_mov_epi32(code, _mm512_cmpge_epi32_mask(magnitude, _mm512_set1_epi32(0x43e00000)), _mm512_set1_epi32(0x7e));
+  code = _mm512_or_si512(code, _mm512_and_si512(_mm512_srli_epi32(u, 24), _mm512_set1_epi32(0x80)));
+  code = _mm512_mask_mov_epi32(code, _mm512_cmpgt_epi32_mask(magnitude, _mm512_set1_epi32(0x7f800000)), _mm512_set1_epi32(0x7f));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(code));
+}
+GANNET_INLINE F div(F a, F b) { return _mm512_div_ps(a, b); }
+GANNET_INLINE F abs(F a) { return _mm512_abs_ps(a); }
+GANNET_INLINE F swap_pairs(F a) { return _mm512_permute_ps(a, 0xB1); }
+GANNET_INLINE void e4m3_to_bf16(const uint8_t* p, uint16_t* out, int n) {
+  // Normal values: three mantissa bits shifted up and the exponent rebiased from 7 to 127. The seven subnormals k * 2^-9
+  // come from a table.
+  const __m512i subnormals = _mm512_castsi128_si512(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+  for (int i = 0; i < n; i += 32) {
+    const __m512i b = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i)));
+    const __m512i magnitude = _mm512_and_si512(b, _mm512_set1_epi16(0x7f));
+    __m512i v = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
+    v = _mm512_mask_permutexvar_epi16(v, _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8)), magnitude, subnormals);
+    v = _mm512_mask_mov_epi16(v, _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f)), _mm512_set1_epi16(0x7fc0));
+    const __m512i sign = _mm512_slli_epi16(_mm512_xor_si512(b, magnitude), 8);
+    _mm512_storeu_si512(out + i, _mm512_or_si512(v, sign));
+  }
+}
+
+GANNET_INLINE F and_mask(F a, W mask) { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), mask)); }
+GANNET_INLINE W order_key(F x) {
+  const __m512i u = _mm512_castps_si512(_mm512_add_ps(x, _mm512_setzero_ps()));
+  const __m512i flip = _mm512_or_si512(_mm512_srai_epi32(u, 31), _mm512_set1_epi32(INT32_MIN));
+  return _mm512_maskz_xor_epi32(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), u, flip);
+}
+GANNET_INLINE W shift_right(W a, int n) { return _mm512_srl_epi32(a, _mm_cvtsi32_si128(n)); }
+GANNET_INLINE uint32_t greater_bits(W a, W b) { return _mm512_cmpgt_epu32_mask(a, b); }
+GANNET_INLINE uint32_t equal_bits(W a, W b) { return _mm512_cmpeq_epi32_mask(a, b); }
+GANNET_INLINE int compress_lanes(int32_t* out, uint32_t bits, int32_t base) {
+  // In registers and then a masked store: the memory form of the compress instruction is microcode on Zen 4.
+  const int n = __builtin_popcount(bits);
+  const __m512i lane = _mm512_add_epi32(_mm512_set1_epi32(base), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  _mm512_mask_storeu_epi32(out, first_lanes(n), _mm512_maskz_compress_epi32(static_cast<__mmask16>(bits), lane));
+  return n;
+}
 
 }  // namespace GANNET_ISA
 }  // namespace cpu

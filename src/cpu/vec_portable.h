@@ -19,6 +19,7 @@ namespace GANNET_ISA {
 
 inline constexpr int kLanes = 4;  // fp32 values in a vector
 inline constexpr int kVectorRegisters = 16;
+inline constexpr bool kNativeDot2 = false;  // dot2 is several instructions: fp32 fma over expanded values is faster
 
 typedef float F __attribute__((vector_size(16)));     // kLanes fp32
 typedef uint32_t W __attribute__((vector_size(16)));  // kLanes words, each a pair of bf16 (low half first)
@@ -107,6 +108,57 @@ GANNET_INLINE F round_int(F x) {
 GANNET_INLINE F scale2(F p, F n) {
   const I e = __builtin_convertvector(n, I);
   return p * (F)((e + 127) << 23);
+}
+
+// ---- exact conversions for cache rows: the bits of Bf16::from_float and E4m3::from_float ----------------------------
+
+/// fp32 to bf16, denormals kept (to_bf16_w may flush them, as bf16 arithmetic units do).
+GANNET_INLINE void store_bf16_exact(uint16_t* p, F v) { store_bf16(p, v); }
+/// fp32 to e4m3: nearest even, saturating, NaN to 0x7F.
+GANNET_INLINE void store_e4m3(uint8_t* p, F v) {
+  const W u = (W)v, magnitude = u & 0x7fffffffu;
+  // Normal results: round at bit 20, then rebias the exponent from 127 to 7. Results below 2^-6 are multiples of 2^-9,
+  // which is what the last bit of a number near 2^14 counts. Comparisons are signed: magnitudes have no top bit.
+  const W normal = ((magnitude + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20) - (120u << 3);
+  const W subnormal = (W)((F)magnitude + 0x1p14f) - 0x46800000u;
+  const W small = (W)((I)magnitude < 0x3c800000);
+  W code = (small & subnormal) | (~small & normal);
+  const W large = (W)((I)magnitude >= 0x43e00000);  // 448 and more
+  code = (large & 0x7eu) | (~large & code);
+  code |= (u >> 24) & 0x80u;
+  const W nan = (W)((I)magnitude > 0x7f800000);
+  code = (nan & 0x7fu) | (~nan & code);
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<uint8_t>(code[i]);
+}
+GANNET_INLINE F div(F a, F b) { return a / b; }
+GANNET_INLINE F abs(F a) { return (F)((W)a & 0x7fffffffu); }
+/// (1, 0, 3, 2, ...)
+GANNET_INLINE F swap_pairs(F a) { return F{a[1], a[0], a[3], a[2]}; }
+/// e4m3 to bf16, exactly, for n values, n a multiple of 32.
+GANNET_INLINE void e4m3_to_bf16(const uint8_t* p, uint16_t* out, int n) {
+  for (int i = 0; i < n; i += kLanes) store_bf16(out + i, load_e4m3(p + i));
+}
+
+// ---- selections -----------------------------------------------------------------------------------------------------
+
+/// Bits of a where the mask has ones, +0 elsewhere (a NaN there is gone).
+GANNET_INLINE F and_mask(F a, W mask) { return (F)((W)a & mask); }
+/// Unsigned words in the total order of scores: NaN (0) < -inf < finite < +inf, -0 = +0.
+GANNET_INLINE W order_key(F x) {
+  const W u = (W)(x + zero());
+  const W key = u ^ ((W)((I)u >> 31) | 0x80000000u);
+  return key & ~(W)(x != x);
+}
+GANNET_INLINE W shift_right(W a, int n) { return a >> static_cast<uint32_t>(n); }
+/// A bit per lane.
+GANNET_INLINE uint32_t bits_of(W mask) { return (mask[0] & 1u) | (mask[1] & 2u) | (mask[2] & 4u) | (mask[3] & 8u); }
+GANNET_INLINE uint32_t greater_bits(W a, W b) { return bits_of((W)(a > b)); }
+GANNET_INLINE uint32_t equal_bits(W a, W b) { return bits_of((W)(a == b)); }
+/// Writes base + lane for each bit, in order; returns how many.
+GANNET_INLINE int compress_lanes(int32_t* out, uint32_t bits, int32_t base) {
+  int n = 0;
+  for (; bits != 0; bits &= bits - 1) out[n++] = base + __builtin_ctz(bits);
+  return n;
 }
 
 }  // namespace GANNET_ISA

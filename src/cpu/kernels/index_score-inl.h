@@ -1,0 +1,443 @@
+// Scores of index keys, shared by index_logits and index_select:
+//   logit(t, s) = scale(s) * sum over heads h of w(t, h) * relu(q(t, h) . k(s))
+//
+// Shapes and cost. Hi = 64 heads of Di = 128 against one key is 16,384 flops for 132 to 256 bytes of cache: bound by
+// the dot products from the first row on, whatever the cache's format. So:
+//   - a lane is a head. The queries of a row are packed once as [Di / 2][heads] pairs of bf16 (16 KiB for 64 x 128),
+//     a key is broadcast pair by pair from the cache as it lies, and the dot product of a (head, key) runs down one lane
+//     in one chain: no shuffles, and the same bits wherever the row or the key happens to be in a tile.
+//   - registers hold a tile of keys x vectors of lanes: 6 x 4 with 32 registers (24 accumulators, 4 queries, 1 or 2
+//     broadcasts): 10 loads for 24 dot products. Fewer heads give 9 x 3 and 12 x 2 or 12 x 1; several rows of a request
+//     fill the lanes where heads do not.
+//   - relu, weight and head sum follow while the tile is in registers: 2 operations a vector and one horizontal sum a
+//     (row, key), about 5 % of the 64 steps of the dot product.
+//   - keys go in blocks of kKeyBlock, which all rows of a block of rows use while it is in the first two cache levels.
+//     e4m3 keys become bf16 pairs here, exactly, and their scale multiplies the head sum.
+// fp32 queries or an fp32 cache take the same route with one fp32 value a step instead of a pair, at half the speed; so
+// does everything where the pair product is not an instruction (kNativeDot2).
+//
+// Determinism: the chain of a lane, the order of vectors in a row (first to last, fused), and the horizontal sum are
+// fixed by Hi and Di alone.
+#pragma once
+
+#include "cpu/kernel_table.h"
+#include "cpu/kernels/query_rows-inl.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace cpu {
+namespace GANNET_ISA {
+namespace {
+
+constexpr int kTileVectors = 4;
+/// Keys in a register tile beside `vectors` lane vectors: the accumulators leave room for the queries and two
+/// broadcasts; 12 independent chains hide the latency of a dot product (6 cycles, at most 2 a cycle).
+constexpr int tile_keys(int vectors) {
+  const int n = (kVectorRegisters - vectors - 2) / vectors;
+  return n > 12 ? 12 : n;
+}
+constexpr int kKeyBlock = 72;  // a multiple of every tile_keys; 72 bf16 keys of 128 values are 18 KiB
+static_assert(kKeyBlock % tile_keys(1) == 0 && kKeyBlock % tile_keys(2) == 0 && kKeyBlock % tile_keys(3) == 0 &&
+              kKeyBlock % tile_keys(4) == 0);
+constexpr int kMaxBlockLanes = 512;  // lanes of a row block: 8 rows of 64 heads, 128 KiB of packed queries, half of L2
+constexpr int kMaxBlockRows = 32;
+
+constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+constexpr int64_t divide_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
+constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/// Pairs of bf16 on both sides.
+struct PairStep {
+  using Vector = W;
+  static constexpr int kValuesPerWord = 2;
+  GANNET_INLINE W load(const uint32_t* p) { return load_w(p); }
+  GANNET_INLINE W broadcast(const std::byte* p) {
+    uint32_t x;
+    std::memcpy(&x, p, sizeof x);
+    return set1_w(x);
+  }
+  GANNET_INLINE F step(F acc, W q, W k) { return dot2(acc, q, k); }
+};
+
+/// fp32 on both sides.
+struct ValueStep {
+  using Vector = F;
+  static constexpr int kValuesPerWord = 1;
+  GANNET_INLINE F load(const uint32_t* p) {
+    float lanes[kLanes];
+    std::memcpy(lanes, p, sizeof lanes);
+    return loadu(lanes);
+  }
+  GANNET_INLINE F broadcast(const std::byte* p) {
+    float x;
+    std::memcpy(&x, p, sizeof x);
+    return set1(x);
+  }
+  GANNET_INLINE F step(F acc, F q, F k) { return fma(q, k, acc); }
+};
+
+/// What is the same for all rows of a call.
+struct IndexProblem {
+  TensorView q, weights;
+  IndexCacheView cache;
+  PageTableView pages;
+  QueryRows rows;
+  int64_t num_rows;
+  int64_t num_requests;
+  int num_heads;
+  int head_dim;
+  bool pairs;            // PairStep rather than ValueStep
+  int num_words;         // steps of a dot product
+  int vectors_per_row;
+  int rows_per_block;
+};
+
+template <class Params>
+GANNET_INLINE IndexProblem index_problem(const Params& p) {
+  IndexProblem x;
+  x.q = p.q;
+  x.weights = p.weights;
+  x.cache = p.cache;
+  x.pages = p.pages;
+  x.rows = p.rows;
+  x.num_rows = p.q.shape[0];
+  x.num_requests = p.rows.seq_lens.shape[0];
+  x.num_heads = static_cast<int>(p.q.shape[1]);
+  x.head_dim = static_cast<int>(p.q.shape[2]);
+  const bool narrow_cache = (p.cache.format == IndexKFormat::kBf16 && x.head_dim % 2 == 0) ||
+                            (p.cache.format == IndexKFormat::kE4m3 && x.head_dim % 32 == 0);
+  x.pairs = kNativeDot2 && p.q.dtype == DType::kBf16 && narrow_cache;
+  x.num_words = x.pairs ? x.head_dim / 2 : x.head_dim;
+  x.vectors_per_row = static_cast<int>(divide_up(x.num_heads, kLanes));
+  const int fitting = kMaxBlockLanes / (x.vectors_per_row * kLanes);
+  x.rows_per_block = fitting < 1 ? 1 : fitting > kMaxBlockRows ? kMaxBlockRows : fitting;
+  return x;
+}
+
+/// A worker's memory. Everything but the sizes lies in the workspace.
+struct IndexScratch {
+  int64_t* packed_block;  // the row block whose queries are packed, or -1
+  uint32_t* queries;      // tiles of [num_words][vectors][kLanes]
+  float* weights;         // [rows_per_block][vectors_per_row][kLanes]
+  std::byte* keys;        // [kKeyBlock][head_dim] converted keys
+  float* partial;         // [kKeyBlock][kLanes] head sums of rows that need several tiles
+};
+
+constexpr int64_t kScratchAlignment = 64;
+
+GANNET_INLINE int64_t index_scratch_bytes(const IndexProblem& x) {
+  const int64_t lanes = int64_t{x.rows_per_block} * x.vectors_per_row * kLanes;
+  return kScratchAlignment + round_up(lanes * x.num_words * 4, kScratchAlignment) + round_up(lanes * 4, kScratchAlignment) +
+         round_up(int64_t{kKeyBlock} * x.head_dim * 4, kScratchAlignment) +
+         round_up(int64_t{kKeyBlock} * kLanes * 4, kScratchAlignment);
+}
+
+GANNET_INLINE IndexScratch index_scratch(const IndexProblem& x, std::byte* memory) {
+  const int64_t lanes = int64_t{x.rows_per_block} * x.vectors_per_row * kLanes;
+  IndexScratch s;
+  s.packed_block = reinterpret_cast<int64_t*>(memory);
+  memory += kScratchAlignment;
+  s.queries = reinterpret_cast<uint32_t*>(memory);
+  memory += round_up(lanes * x.num_words * 4, kScratchAlignment);
+  s.weights = reinterpret_cast<float*>(memory);
+  memory += round_up(lanes * 4, kScratchAlignment);
+  s.keys = memory;
+  memory += round_up(int64_t{kKeyBlock} * x.head_dim * 4, kScratchAlignment);
+  s.partial = reinterpret_cast<float*>(memory);
+  return s;
+}
+
+// ---- row blocks -----------------------------------------------------------------------------------------------------
+
+/// Up to rows_per_block consecutive rows of one request.
+struct RowBlock {
+  RequestRows request;
+  int64_t first;  // first row within the request
+  int num_rows;
+  int64_t row(int i) const { return request.first_row + first + i; }
+};
+
+/// Bytes of blocks_before below.
+GANNET_INLINE int64_t index_list_bytes(const IndexProblem& x) {
+  return round_up((x.num_requests + 1) * static_cast<int64_t>(sizeof(int64_t)), kScratchAlignment);
+}
+
+/// blocks_before[i] = row blocks of the requests before i, [num_requests + 1]; returns their number, and the most keys
+/// that any row sees.
+GANNET_INLINE int64_t list_row_blocks(const IndexProblem& x, int64_t* blocks_before, int64_t* max_keys) {
+  int64_t n = 0;
+  *max_keys = 0;
+  for (int64_t i = 0; i < x.num_requests; ++i) {
+    blocks_before[i] = n;
+    const RequestRows r = request_rows(x.pages, x.rows, x.cache.page_size, x.num_rows, i);
+    n += divide_up(r.num_rows, x.rows_per_block);
+    if (r.num_rows > 0) *max_keys = larger(*max_keys, visible_keys(r, x.rows.bound, r.num_rows - 1));
+  }
+  blocks_before[x.num_requests] = n;
+  return n;
+}
+
+GANNET_INLINE RowBlock row_block(const IndexProblem& x, const int64_t* blocks_before, int64_t block) {
+  int64_t low = 0, high = x.num_requests;  // the last request with blocks_before <= block
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    if (blocks_before[middle] <= block) low = middle;
+    else high = middle;
+  }
+  RowBlock b;
+  b.request = request_rows(x.pages, x.rows, x.cache.page_size, x.num_rows, low);
+  b.first = (block - blocks_before[low]) * x.rows_per_block;
+  b.num_rows = static_cast<int>(smaller(x.rows_per_block, b.request.num_rows - b.first));
+  return b;
+}
+
+// ---- queries --------------------------------------------------------------------------------------------------------
+
+/// Lane vectors and rows of the tile that starts at vector `vector` of row `row` of a block of num_rows rows.
+struct TileShape {
+  int vectors;
+  int rows;  // 1 where a row needs several tiles
+};
+GANNET_INLINE TileShape tile_shape(int vectors_per_row, int num_rows, int row, int vector) {
+  if (vectors_per_row > kTileVectors)
+    return {static_cast<int>(smaller(kTileVectors, vectors_per_row - vector)), 1};
+  const int rows = static_cast<int>(smaller(kTileVectors / vectors_per_row, num_rows - row));
+  return {rows * vectors_per_row, rows};
+}
+
+GANNET_INLINE uint32_t query_word(const TensorView& q, int64_t row, int64_t head, int word, bool pairs) {
+  uint32_t bits;
+  const int64_t element = row * q.stride[0] + head * q.stride[1];
+  if (pairs) {
+    std::memcpy(&bits, static_cast<const uint16_t*>(q.data) + element + 2 * word, sizeof bits);
+  } else if (q.dtype == DType::kBf16) {
+    bits = static_cast<uint32_t>(static_cast<const uint16_t*>(q.data)[element + word]) << 16;
+  } else {
+    std::memcpy(&bits, static_cast<const float*>(q.data) + element + word, sizeof bits);
+  }
+  return bits;
+}
+
+inline void pack_queries(const IndexProblem& x, const RowBlock& block, const IndexScratch& scratch) {
+  uint32_t* out = scratch.queries;
+  for (int row = 0, vector = 0; row < block.num_rows;) {
+    const TileShape tile = tile_shape(x.vectors_per_row, block.num_rows, row, vector);
+    for (int v = 0; v < tile.vectors; ++v) {
+      const int64_t r = block.row(row + (tile.rows > 1 ? v / x.vectors_per_row : 0));
+      const int in_row = tile.rows > 1 ? v % x.vectors_per_row : vector + v;
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const int64_t head = int64_t{in_row} * kLanes + lane;
+        uint32_t* to = out + v * kLanes + lane;
+        const int64_t step = int64_t{tile.vectors} * kLanes;
+        if (head < x.num_heads) {
+          for (int c = 0; c < x.num_words; ++c) to[c * step] = query_word(x.q, r, head, c, x.pairs);
+        } else {
+          for (int c = 0; c < x.num_words; ++c) to[c * step] = 0;
+        }
+      }
+    }
+    out += int64_t{tile.vectors} * kLanes * x.num_words;
+    vector += tile.vectors;
+    if (x.vectors_per_row <= kTileVectors || vector == x.vectors_per_row) {
+      row += tile.rows;
+      vector = 0;
+    }
+  }
+  const int64_t lanes = int64_t{x.vectors_per_row} * kLanes;
+  for (int row = 0; row < block.num_rows; ++row) {
+    const float* w = x.weights.ptr<const float>(block.row(row));
+    for (int64_t h = 0; h < lanes; ++h) scratch.weights[row * lanes + h] = h < x.num_heads ? w[h] : 0.0f;
+  }
+}
+
+// ---- keys -----------------------------------------------------------------------------------------------------------
+
+/// Values of up to kKeyBlock keys as the steps want them.
+struct KeyBlock {
+  const std::byte* values[kKeyBlock];
+  float scales[kKeyBlock];
+  int count;
+};
+
+GANNET_INLINE void expand_bf16(const uint16_t* in, float* out, int n) {
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) storeu(out + i, load_bf16(in + i));
+  for (; i < n; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(in[i]) << 16;
+    std::memcpy(out + i, &bits, sizeof bits);
+  }
+}
+
+GANNET_INLINE void expand_e4m3(const uint8_t* in, float* out, int n) {
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) storeu(out + i, load_e4m3(in + i));
+  if (i < n) {
+    uint8_t rest[kLanes] = {};
+    std::memcpy(rest, in + i, static_cast<size_t>(n - i));
+    storeu_n(out + i, load_e4m3(rest), n - i);
+  }
+}
+
+/// Keys [first, first + count) of a request. Only these rows of the cache are read.
+inline void load_keys(const IndexProblem& x, const RequestRows& request, int64_t first, int count, std::byte* converted,
+                      KeyBlock* block) {
+  const IndexCacheView& cache = x.cache;
+  const int64_t page_size = cache.page_size;
+  int64_t page = first / page_size, offset = first % page_size;
+  const int64_t converted_bytes = int64_t{x.num_words} * 4;
+  block->count = count;
+  for (int i = 0; i < count; ++i) {
+    const int64_t slot = int64_t{request.pages[page]} * page_size + offset;
+    const std::byte* values = cache.values(slot);
+    block->scales[i] = cache.format == IndexKFormat::kE4m3 ? *cache.scale(slot) : 1.0f;
+    std::byte* to = converted + i * converted_bytes;
+    if (cache.format == IndexKFormat::kF32 || (cache.format == IndexKFormat::kBf16 && x.pairs)) {
+      block->values[i] = values;
+    } else {
+      if (x.pairs) {
+        e4m3_to_bf16(reinterpret_cast<const uint8_t*>(values), reinterpret_cast<uint16_t*>(to), x.head_dim);
+      } else if (cache.format == IndexKFormat::kBf16) {
+        expand_bf16(reinterpret_cast<const uint16_t*>(values), reinterpret_cast<float*>(to), x.head_dim);
+      } else {
+        expand_e4m3(reinterpret_cast<const uint8_t*>(values), reinterpret_cast<float*>(to), x.head_dim);
+      }
+      block->values[i] = to;
+    }
+    if (++offset == page_size) {
+      offset = 0;
+      ++page;
+    }
+  }
+}
+
+// ---- the tile -------------------------------------------------------------------------------------------------------
+
+/// One packed tile of queries against a block of keys. Row r of the tile stores its logits to out[r][0 .. limit[r]).
+struct TileTask {
+  const uint32_t* queries;  // [num_words][vectors][kLanes]
+  const float* weights;     // [vectors][kLanes]
+  int num_words;
+  const KeyBlock* keys;
+  bool scaled;         // multiply by keys->scales
+  W last_lanes;        // ones in the lanes of a row's last vector that are heads
+  float* partial;      // [kKeyBlock][kLanes]: head sums of a row's earlier tiles
+  bool first_of_row;   // partial holds nothing yet
+  bool last_of_row;    // the row ends in this tile
+  float* out[kTileVectors];
+  int limit[kTileVectors];
+};
+
+template <class Step, int kVectors, int kRows>
+inline __attribute__((noinline)) void score_tile(const TileTask& task) {
+  constexpr int kKeys = tile_keys(kVectors);
+  constexpr int kPerRow = kVectors / kRows;
+  const int count = task.keys->count;
+  for (int t = 0; t < count; t += kKeys) {
+    // Beyond the last key its values repeat; those results are dropped.
+    const std::byte* key[kKeys];
+    for (int i = 0; i < kKeys; ++i) key[i] = task.keys->values[t + i < count ? t + i : count - 1];
+    F acc[kKeys][kVectors];
+#pragma GCC unroll 16
+    for (int i = 0; i < kKeys; ++i)
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) acc[i][v] = zero();
+    const uint32_t* q = task.queries;
+    for (int64_t c = 0; c < int64_t{task.num_words} * 4; c += 4, q += kVectors * kLanes) {
+      typename Step::Vector queries[kVectors];
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) queries[v] = Step::load(q + v * kLanes);
+#pragma GCC unroll 16
+      for (int i = 0; i < kKeys; ++i) {
+        const typename Step::Vector k = Step::broadcast(key[i] + c);
+#pragma GCC unroll 16
+        for (int v = 0; v < kVectors; ++v) acc[i][v] = Step::step(acc[i][v], queries[v], k);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kKeys; ++i) {
+        F sum = task.first_of_row || t + i >= count ? zero() : loadu(task.partial + (t + i) * kLanes);
+#pragma GCC unroll 16
+        for (int v = 0; v < kPerRow; ++v) {
+          F x = max(zero(), acc[i][r * kPerRow + v]);  // NaN stays
+          if (v == kPerRow - 1 && task.last_of_row) x = and_mask(x, task.last_lanes);
+          sum = fma(loadu(task.weights + (r * kPerRow + v) * kLanes), x, sum);
+        }
+        if (!task.last_of_row) {
+          if (t + i < count) storeu(task.partial + (t + i) * kLanes, sum);
+        } else if (t + i < task.limit[r]) {
+          const float logit = reduce_add(sum);
+          task.out[r][t + i] = task.scaled ? logit * task.keys->scales[t + i] : logit;
+        }
+      }
+    }
+  }
+}
+
+template <class Step>
+GANNET_INLINE void score_tile_of(TileShape shape, const TileTask& task) {
+  if (shape.rows == 1) {
+    switch (shape.vectors) {
+      case 1: return score_tile<Step, 1, 1>(task);
+      case 2: return score_tile<Step, 2, 1>(task);
+      case 3: return score_tile<Step, 3, 1>(task);
+      default: return score_tile<Step, 4, 1>(task);
+    }
+  }
+  if (shape.vectors == 4 && shape.rows == 2) return score_tile<Step, 4, 2>(task);
+  switch (shape.vectors) {
+    case 2: return score_tile<Step, 2, 2>(task);
+    case 3: return score_tile<Step, 3, 3>(task);
+    default: return score_tile<Step, 4, 4>(task);
+  }
+}
+
+/// Logits of the keys [begin, end) for a packed row block: row i stores those below limits[i] to out[i][key - begin].
+inline void score_keys(const IndexProblem& x, const RowBlock& block, const IndexScratch& scratch, int64_t begin, int64_t end,
+                       float* const* out, const int64_t* limits) {
+  const int tail_heads = x.num_heads - (x.vectors_per_row - 1) * kLanes;
+  uint32_t last_lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) last_lanes[i] = i < tail_heads ? 0xffffffffu : 0u;
+  KeyBlock keys;
+  TileTask task;
+  task.num_words = x.num_words;
+  task.keys = &keys;
+  task.scaled = x.cache.format == IndexKFormat::kE4m3;
+  task.last_lanes = load_w(last_lanes);
+  task.partial = scratch.partial;
+  for (int64_t first = begin; first < end; first += kKeyBlock) {
+    load_keys(x, block.request, first, static_cast<int>(smaller(kKeyBlock, end - first)), scratch.keys, &keys);
+    task.queries = scratch.queries;
+    for (int row = 0, vector = 0; row < block.num_rows;) {
+      const TileShape tile = tile_shape(x.vectors_per_row, block.num_rows, row, vector);
+      task.weights = scratch.weights + (int64_t{row} * x.vectors_per_row + vector) * kLanes;
+      task.first_of_row = vector == 0;
+      task.last_of_row = x.vectors_per_row <= kTileVectors || vector + tile.vectors == x.vectors_per_row;
+      bool wanted = false;
+      for (int r = 0; r < tile.rows; ++r) {
+        const int64_t limit = limits[row + r] - first;
+        task.limit[r] = static_cast<int>(limit < 0 ? 0 : smaller(limit, keys.count));
+        task.out[r] = out[row + r] + (first - begin);
+        wanted = wanted || limit > 0;
+      }
+      if (wanted) {
+        if (x.pairs) score_tile_of<PairStep>(tile, task);
+        else score_tile_of<ValueStep>(tile, task);
+      }
+      task.queries += int64_t{tile.vectors} * kLanes * x.num_words;
+      vector += tile.vectors;
+      if (task.last_of_row) {
+        row += tile.rows;
+        vector = 0;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace GANNET_ISA
+}  // namespace cpu
+}  // namespace v0
+}  // namespace gannet
