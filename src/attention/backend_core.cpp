@@ -1,0 +1,255 @@
+#include "attention/backend_core.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "core/implementation.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace attention {
+namespace {
+
+std::string list(const std::vector<int32_t>& values) {
+  std::string text;
+  for (const int32_t v : values) text += fmt::format("{}{}", text.empty() ? "" : " or ", v);
+  return text;
+}
+
+std::string list(const std::vector<LatentFormat>& values) {
+  std::string text;
+  for (const LatentFormat v : values) text += fmt::format("{}{}", text.empty() ? "" : ", ", to_string(v));
+  return text;
+}
+
+template <class T>
+bool contains(const std::vector<T>& values, T value) {
+  return std::find(values.begin(), values.end(), value) != values.end();
+}
+
+std::string shape_text(std::initializer_list<int64_t> shape) {
+  std::string text;
+  for (const int64_t n : shape) text += fmt::format("{}{}", text.empty() ? "" : ", ", n);
+  return "[" + text + "]";
+}
+
+}  // namespace
+
+BackendCore::BackendCore(std::string name, AttentionCapabilities capabilities, const Context& context,
+                         const AttentionConfig& config, MemoryResource& memory)
+    : name_(std::move(name)),
+      capabilities_(std::move(capabilities)),
+      context_(context),
+      config_(config),
+      memory_(memory) {
+  constexpr const char* kCall = "config";
+  constexpr int32_t kMaxDim = 1 << 20;  // keeps products of two dimensions and an element size within 64 bits
+  const auto dim = [&](const char* field, int32_t value, int32_t least) {
+    if (value < least || value > kMaxDim) refuse(kCall, "{} is {}; accepted: {} to {}", field, value, least, kMaxDim);
+  };
+  dim("num_heads", config.num_heads, 1);
+  dim("geometry.latent_dim", config.geometry.latent_dim, 1);
+  dim("geometry.rope_dim", config.geometry.rope_dim, 1);
+  dim("qk_nope_head_dim", config.qk_nope_head_dim, 0);
+  dim("v_head_dim", config.v_head_dim, 0);
+  if (!contains(capabilities_.page_sizes, config.page_size))
+    refuse(kCall, "page_size is {}; accepted: {}", config.page_size, list(capabilities_.page_sizes));
+  if (!std::isfinite(config.softmax_scale) || config.softmax_scale <= 0.0f)
+    refuse(kCall, "softmax_scale is {}; accepted: finite and positive (it is never guessed)", config.softmax_scale);
+  if (config.logit_soft_cap != 0.0f)
+    refuse_unsupported(kCall, "logit_soft_cap is {}; accepted: 0 (no soft cap)", config.logit_soft_cap);
+  constexpr int64_t kMaxContext = std::numeric_limits<int32_t>::max();
+  if (config.max_context_len < 1 || config.max_context_len > kMaxContext)
+    refuse(kCall, "max_context_len is {}; accepted: 1 to {}", config.max_context_len, kMaxContext);
+  if (config.prefix_chunk_capacity < 1)
+    refuse(kCall, "prefix_chunk_capacity is {} tokens; accepted: 1 and more", config.prefix_chunk_capacity);
+  if (!config.plan.impl.empty()) {
+    std::string names;
+    for (const ImplementationSet* set : implementation_sets()) {
+      if (config.plan.impl == set->name) return;
+      names += fmt::format("{}{}", names.empty() ? "" : ", ", set->name);
+    }
+    refuse(kCall, "impl is \"{}\"; accepted: {}", config.plan.impl, names);
+  }
+}
+
+void BackendCore::bind(std::span<const LayerCaches> layers) {
+  constexpr const char* kCall = "bind";
+  if (layers.empty()) refuse(kCall, "no layers are given; accepted: 1 and more");
+  const LatentCacheView& first = layers[0].latent;
+  const IndexCacheView* first_index = nullptr;
+  for (size_t l = 0; l < layers.size(); ++l) {
+    const LatentCacheView& latent = layers[l].latent;
+    if (latent.data == nullptr) refuse(kCall, "latent.data of layer {} is null", l);
+    if (!(latent.device == config_.device))
+      refuse(kCall, "the latent cache of layer {} is on {}; the backend is on {}", l, to_string(latent.device),
+             to_string(config_.device));
+    if (latent.page_size != config_.page_size)
+      refuse(kCall, "page_size of layer {} is {}; accepted: {}, that of the config", l, latent.page_size,
+             config_.page_size);
+    if (!(latent.geometry == config_.geometry))
+      refuse(kCall, "the latent rows of layer {} are {} + {} wide; accepted: {} + {}, the geometry of the config", l,
+             latent.geometry.latent_dim, latent.geometry.rope_dim, config_.geometry.latent_dim,
+             config_.geometry.rope_dim);
+    if (!contains(capabilities_.latent_formats, latent.format))
+      refuse_unsupported(kCall, "the latent format of layer {} is {}; accepted: {}", l, to_string(latent.format),
+                         list(capabilities_.latent_formats));
+    if (latent.num_pages < 1 || latent.num_pages > std::numeric_limits<int32_t>::max() / config_.page_size)
+      refuse(kCall, "layer {} has {} pages; accepted: 1 and more, at most 2^31 - 1 tokens", l, latent.num_pages);
+    if (latent.format != first.format || latent.num_pages != first.num_pages ||
+        latent.page_stride_bytes != first.page_stride_bytes)
+      refuse(kCall, "layer {} has {} pages of {} with a stride of {} bytes; layer 0 has {} of {} and {}", l,
+             latent.num_pages, to_string(latent.format), latent.page_stride_bytes, first.num_pages,
+             to_string(first.format), first.page_stride_bytes);
+    if (!layers[l].index) continue;
+    const IndexCacheView& index = *layers[l].index;
+    if (!capabilities_.attend_sparse)
+      refuse(kCall, "layer {} has an index cache; accepted: none (the backend has no sparse attention)", l);
+    if (index.data == nullptr) refuse(kCall, "index.data of layer {} is null", l);
+    if (!(index.device == config_.device))
+      refuse(kCall, "the index cache of layer {} is on {}; the backend is on {}", l, to_string(index.device),
+             to_string(config_.device));
+    if (index.head_dim != config_.indexer.head_dim)
+      refuse(kCall, "index head_dim of layer {} is {}; accepted: {}, that of the config", l, index.head_dim,
+             config_.indexer.head_dim);
+    if (index.page_size != config_.page_size || index.num_pages != latent.num_pages)
+      refuse(kCall, "the index cache of layer {} has {} pages of {} tokens; its latent cache has {} of {}", l,
+             index.num_pages, index.page_size, latent.num_pages, latent.page_size);
+    if (first_index == nullptr) first_index = &index;
+    if (index.format != first_index->format || index.scale_format != first_index->scale_format ||
+        index.page_stride_bytes != first_index->page_stride_bytes)
+      refuse(kCall, "the index cache of layer {} is {} with a stride of {} bytes; the first one is {} with {}", l,
+             to_string(index.format), index.page_stride_bytes, to_string(first_index->format),
+             first_index->page_stride_bytes);
+  }
+  layers_.assign(layers.begin(), layers.end());
+  state_ = State::kBound;
+}
+
+void BackendCore::prepare(const BatchStep& step) {
+  if (state_ == State::kUnbound) refuse("prepare", "no caches are bound; call bind first");
+  state_ = State::kBound;  // where this throws, the step before is over all the same
+  step_.assign(step, {.page_size = config_.page_size,
+                      .num_pages = layers_[0].latent.num_pages,
+                      .max_context_len = config_.max_context_len,
+                      .prefix_chunk_capacity = config_.prefix_chunk_capacity});
+  state_ = is_idle(step_.mode()) ? State::kIdle : State::kActive;
+}
+
+const StepPlan& BackendCore::step(const char* call) const {
+  if (state_ == State::kUnbound) refuse(call, "no caches are bound; call bind, then prepare");
+  if (state_ == State::kBound) refuse(call, "no step is prepared; call prepare first");
+  return step_;
+}
+
+const StepPlan& BackendCore::active_step(const char* call) const {
+  if (step(call); state_ == State::kIdle)
+    refuse(call, "the step is idle (it has no requests); accepted: prepare, with the next step");
+  return step_;
+}
+
+const LayerCaches& BackendCore::layer(const char* call, int32_t layer) const {
+  if (layer < 0 || static_cast<size_t>(layer) >= layers_.size())
+    refuse(call, "layer is {}; accepted: 0 to {}", layer, static_cast<int64_t>(layers_.size()) - 1);
+  return layers_[static_cast<size_t>(layer)];
+}
+
+StepRows BackendCore::effective(const char* call, StepRows part) const {
+  if (part != StepRows::kAll || !is_mixed(step_.mode()))
+    return part != StepRows::kAll ? part : is_decode(step_.mode()) ? StepRows::kDecode : StepRows::kPrefill;
+  if (step_.decode_bound() != RowBound::kCausalFull)
+    refuse_unsupported(
+        call, "rows is all in a mixed step whose decode rows are {}; accepted: prefill and decode by themselves",
+        to_string(step_.decode_bound()));
+  return StepRows::kAll;
+}
+
+QueryRows BackendCore::query_rows(StepRows part) const {
+  QueryRows rows;
+  rows.seq_lens = step_.seq_lens_view(part);
+  if (part == StepRows::kDecode) {
+    rows.q_len = step_.q_len();
+    rows.bound = step_.decode_bound();
+  } else {
+    rows.cu_q_lens = step_.cu_q_lens(part);
+  }
+  return rows;
+}
+
+void BackendCore::check_float(const char* call, const char* argument, const TensorView& v,
+                              std::initializer_list<int64_t> shape) const {
+  bool good = v.rank == static_cast<int>(shape.size());
+  size_t i = 0;
+  for (const int64_t n : shape) {
+    good = good && v.shape[i] == n;
+    ++i;
+  }
+  if (!good || (v.dtype != DType::kF32 && v.dtype != DType::kBf16))
+    refuse(call, "{} is {}; accepted: fp32 or bf16 {}", argument, describe(v), shape_text(shape));
+}
+
+void BackendCore::check_dtype(const char* call, const char* argument, const TensorView& v, DType dtype) const {
+  if (v.dtype != dtype) refuse(call, "{} is {}; accepted: {}, as the others", argument, describe(v), to_string(dtype));
+}
+
+void BackendCore::check_typed(const char* call, const char* argument, const TensorView& v, DType dtype,
+                              std::initializer_list<int64_t> shape) const {
+  bool good = v.rank == static_cast<int>(shape.size()) && v.dtype == dtype;
+  size_t i = 0;
+  for (const int64_t n : shape) {
+    good = good && v.shape[i] == n;
+    ++i;
+  }
+  if (!good) refuse(call, "{} is {}; accepted: {} {}", argument, describe(v), to_string(dtype), shape_text(shape));
+}
+
+void BackendCore::write(const char* call, int32_t l, StepRows part, const KvRows& kv) {
+  const StepPlan& plan = active_step(call);
+  const LayerCaches& caches = layer(call, l);
+  const Range range = plan.rows(part);
+  const int64_t rows = range.size();
+  if (rows == 0) return;
+  check_float(call, "latent", kv.latent, {rows, config_.geometry.latent_dim});
+  check_float(call, "rope", kv.rope, {rows, config_.geometry.rope_dim});
+  if (caches.index) {
+    if (!kv.index_k.given())
+      refuse(call, "index_k is absent; layer {} has an index cache, whose rows are written with the latent ones", l);
+    check_float(call, "index_k", kv.index_k, {rows, config_.indexer.head_dim});
+  } else if (kv.index_k.given()) {
+    refuse(call, "index_k is {}; layer {} has no index cache", describe(kv.index_k), l);
+  }
+  const TensorView slots = view(plan.write_slots().data() + range.begin, {rows});
+  run(LatentWrite{.latent = kv.latent, .rope = kv.rope, .slots = slots, .cache = caches.latent});
+  if (caches.index) run(IndexKWrite{.k = kv.index_k, .slots = slots, .cache = *caches.index});
+}
+
+void BackendCore::apply(const char* call, int32_t l, StepRows part, const StepWrite& w) {
+  if (const KvRows* rows = std::get_if<KvRows>(&w)) write(call, l, part, *rows);
+  else if (!std::holds_alternative<AlreadyWritten>(w))
+    refuse(call, "write is not given; accepted: AlreadyWritten, or the KvRows to write first");
+}
+
+bool BackendCore::begin_attend(const AttendCall& call) {
+  constexpr const char* kCall = "attend";
+  const StepPlan& plan = active_step(kCall);
+  layer(kCall, call.layer);
+  const int64_t rows = plan.rows(effective(kCall, call.rows)).size();
+  if (rows > 0) {
+    check_float(kCall, "q", call.q, {rows, config_.num_heads, config_.geometry.width()});
+    check_float(kCall, "out", call.out, {rows, config_.num_heads, config_.geometry.latent_dim});
+    if (call.lse.given()) check_typed(kCall, "lse", call.lse, DType::kF32, {rows, config_.num_heads});
+  }
+  apply(kCall, call.layer, call.rows, call.write);
+  return rows > 0;
+}
+
+std::vector<std::pair<std::string, std::string>> BackendCore::implementations() const {
+  std::set<std::pair<std::string, std::string>> names;
+  std::apply([&](const auto&... caches) { (caches.list(names), ...); }, plans_);
+  return {names.begin(), names.end()};
+}
+
+}  // namespace attention
+}  // namespace v0
+}  // namespace gannet

@@ -1,0 +1,100 @@
+// What a backend and its dense delegate share: configuration, caches, the step, scratch, and every precondition check.
+#pragma once
+
+#include <initializer_list>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "attention/op_cache.h"
+#include "core/format.h"
+#include "core/op_list.h"
+#include "gannet/attention.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace attention {
+
+class BackendCore {
+ public:
+  /// Throws for a configuration that no layer of any backend takes.
+  BackendCore(std::string name, AttentionCapabilities capabilities, const Context& context,
+              const AttentionConfig& config, MemoryResource& memory);
+
+  const std::string& name() const noexcept { return name_; }
+  const AttentionConfig& config() const noexcept { return config_; }
+  const AttentionCapabilities& capabilities() const noexcept { return capabilities_; }
+  MemoryResource& memory() const noexcept { return memory_; }
+
+  void bind(std::span<const LayerCaches> layers);
+  void prepare(const BatchStep& step);
+  void write(const char* call, int32_t layer, StepRows part, const KvRows& kv);
+  /// Does what `write` says; throws where it says nothing.
+  void apply(const char* call, int32_t layer, StepRows part, const StepWrite& write);
+
+  /// Throws Error(kInvalidArgument) "[name call] ...".
+  template <class... Args>
+  [[noreturn]] void refuse(const char* call, fmt::format_string<Args...> text, Args&&... args) const {
+    fail_argument(where(call).c_str(), text, std::forward<Args>(args)...);
+  }
+  template <class... Args>
+  [[noreturn]] void refuse_unsupported(const char* call, fmt::format_string<Args...> text, Args&&... args) const {
+    fail(ErrorCode::kUnsupported, where(call).c_str(), text, std::forward<Args>(args)...);
+  }
+
+  /// The plan of the step; throws where there is none.
+  const StepPlan& step(const char* call) const;
+  /// The plan of a step with requests; throws where there is none.
+  const StepPlan& active_step(const char* call) const;
+  const LayerCaches& layer(const char* call, int32_t layer) const;
+  /// kAll as the one part that the step has; throws where one launch cannot hold both.
+  StepRows effective(const char* call, StepRows part) const;
+  QueryRows query_rows(StepRows part) const;
+
+  /// Throws unless the view has that shape and is fp32 or bf16.
+  void check_float(const char* call, const char* argument, const TensorView& v,
+                   std::initializer_list<int64_t> shape) const;
+  void check_dtype(const char* call, const char* argument, const TensorView& v, DType dtype) const;
+  void check_typed(const char* call, const char* argument, const TensorView& v, DType dtype,
+                   std::initializer_list<int64_t> shape) const;
+
+  /// Plans if these shapes are new, and runs.
+  template <class Params>
+  void run(const Params& params) {
+    const OpPlan<Params>& plan = std::get<OpCache<Params>>(plans_).plan(context_, params, config_.plan);
+    workspace_.reserve(plan.workspace_bytes(), memory_);
+    plan.run(params, workspace_.span());
+  }
+
+  /// Checks the tensors of an attention call and writes its rows. False where there are none: nothing is to be done.
+  bool begin_attend(const AttendCall& call);
+
+  std::vector<std::pair<std::string, std::string>> implementations() const;
+
+ private:
+  enum class State { kUnbound, kBound, kIdle, kActive };
+
+  std::string where(const char* call) const { return name_ + " " + call; }
+
+  std::string name_;
+  AttentionCapabilities capabilities_;
+  const Context& context_;
+  AttentionConfig config_;
+  MemoryResource& memory_;
+  std::vector<LayerCaches> layers_;
+  State state_ = State::kUnbound;
+  StepPlan step_;
+  Buffer workspace_;
+#define GANNET_CACHE(Params, member) , OpCache<Params>
+  template <class, class... Caches>
+  struct TupleOf {
+    using Type = std::tuple<Caches...>;
+  };
+  TupleOf < void GANNET_FOR_EACH_OP(GANNET_CACHE)
+  > ::Type plans_;
+#undef GANNET_CACHE
+};
+
+}  // namespace attention
+}  // namespace v0
+}  // namespace gannet
