@@ -15,6 +15,20 @@ std::string refuses(const Params&) {
   return {};
 }
 
+/// Absorbed attention reads fp32 and bf16 latent rows so far.
+inline std::string refuses_latent_format(LatentFormat format) {
+  if (format == LatentFormat::kF32 || format == LatentFormat::kBf16) return {};
+  return fmt::format("cache.format is {}; accepted: fp32 or bf16", to_string(format));
+}
+template <>
+inline std::string refuses(const MlaDecode& p) {
+  return refuses_latent_format(p.cache.format);
+}
+template <>
+inline std::string refuses(const SparseAttention& p) {
+  return refuses_latent_format(p.cache.format);
+}
+
 inline ImplementationSet make_set(const char* name, bool (*runs_here)(), const KernelTable& k) {
   ImplementationSet set{
       .name = name, .device = DeviceKind::kCpu, .only_when_forced = false, .compiled = true, .runs_here = runs_here};

@@ -21,6 +21,7 @@ namespace cpu {
 namespace GANNET_ISA {
 
 inline constexpr int kLanes = 16;
+inline constexpr bool kFastDot2 = true;
 inline constexpr int kVectorRegisters = 32;
 inline constexpr bool kNativeDot2 = true;
 
@@ -42,6 +43,7 @@ GANNET_INLINE F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
 GANNET_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
 GANNET_INLINE F min(F a, F b) { return _mm512_min_ps(a, b); }
 GANNET_INLINE F select_less(F a, F b, F x, F y) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x); }
+GANNET_INLINE F canonical_nan(F x) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x, _mm512_set1_ps(__builtin_nanf(""))); }
 GANNET_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 GANNET_INLINE float reduce_add(F v) { return _mm512_reduce_add_ps(v); }
 GANNET_INLINE float reduce_max(F v) { return _mm512_reduce_max_ps(v); }

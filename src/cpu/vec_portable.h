@@ -18,6 +18,7 @@ namespace cpu {
 namespace GANNET_ISA {
 
 inline constexpr int kLanes = 4;  // fp32 values in a vector
+inline constexpr bool kFastDot2 = false;  // dot2 beats two fma on fp32
 inline constexpr int kVectorRegisters = 16;
 inline constexpr bool kNativeDot2 = false;  // dot2 is several instructions: fp32 fma over expanded values is faster
 
@@ -51,6 +52,8 @@ GANNET_INLINE F max(F a, F b) { return a > b ? a : b; }    // b where a is NaN
 GANNET_INLINE F min(F a, F b) { return a < b ? a : b; }
 /// a < b ? x : y in each lane; y where a or b is NaN.
 GANNET_INLINE F select_less(F a, F b, F x, F y) { return a < b ? x : y; }
+/// One NaN for all: which operand's payload and sign survive an operation is the compiler's choice.
+GANNET_INLINE F canonical_nan(F x) { return x == x ? x : set1(__builtin_nanf("")); }
 /// Asks for the cache line at p; never faults.
 GANNET_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 GANNET_INLINE float reduce_add(F v) { return (v[0] + v[2]) + (v[1] + v[3]); }

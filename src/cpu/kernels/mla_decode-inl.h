@@ -1,16 +1,90 @@
-// To be written.
-#pragma once
+// Dense absorbed attention over pages: where the keys of a request lie and how many each of its rows sees. The
+// computation is in absorbed-inl.h.
+#ifndef GANNET_CPU_KERNELS_MLA_DECODE_INL_H_
+#define GANNET_CPU_KERNELS_MLA_DECODE_INL_H_
 
-#include "cpu/kernel_table.h"
+#include "cpu/kernels/absorbed-inl.h"
 
 namespace gannet {
 inline namespace v0 {
 namespace cpu {
 namespace GANNET_ISA {
-void run_mla_decode(const MlaDecode&, const RunContext&) { __builtin_trap(); }
-size_t workspace_mla_decode(const MlaDecode&, int) { return 0; }
+namespace {
+
+struct PagedKeys {
+  static constexpr bool kList = false;
+  const MlaDecode& p;
+  int64_t row_bytes;
+  int64_t num_items;
+
+  explicit PagedKeys(const MlaDecode& params)
+      : p(params), row_bytes(latent_row_bytes(params.cache.format, params.cache.geometry)), num_items(params.rows.seq_lens.shape[0]) {}
+
+  // Rows of a ragged batch are bounded by q, whatever cu_q_lens holds.
+  int64_t row0(int64_t item) const {
+    if (!p.rows.cu_q_lens.given()) return item * p.rows.q_len;
+    return larger(0, smaller(static_cast<const int32_t*>(p.rows.cu_q_lens.data)[item], p.q.shape[0]));
+  }
+  int64_t num_rows(int64_t item) const {
+    if (!p.rows.cu_q_lens.given()) return p.rows.q_len;
+    return larger(0, row0(item + 1) - row0(item));
+  }
+  // The cells of a request's table row, and how many there are.
+  const int32_t* table(int64_t item, int64_t* columns) const {
+    if (p.pages.form == PageTableForm::kCsr) {
+      const auto* indptr = static_cast<const int32_t*>(p.pages.indptr.data);
+      *columns = larger(0, int64_t{indptr[item + 1]} - indptr[item]);
+      return static_cast<const int32_t*>(p.pages.indices.data) + indptr[item];
+    }
+    *columns = p.pages.pages.shape[1];
+    const int64_t row = p.pages.row_indices.given() ? static_cast<const int32_t*>(p.pages.row_indices.data)[item] : item;
+    return static_cast<const int32_t*>(p.pages.pages.data) + row * p.pages.pages.stride[0];
+  }
+  int64_t num_keys(int64_t item, int64_t j) const {
+    int64_t columns;
+    table(item, &columns);
+    const int64_t seq_len = static_cast<const int32_t*>(p.rows.seq_lens.data)[item];
+    if (seq_len <= 0) return 0;
+    return smaller(row_bound(p.rows.bound, seq_len, num_rows(item), j), columns * p.cache.page_size);
+  }
+  int gather(int64_t item, int32_t segment, int n, const std::byte** rows) const {
+    int64_t columns;
+    const int32_t* cells = table(item, &columns);
+    const int64_t first = int64_t{segment} * kSegmentKeys;
+    int64_t page = first / p.cache.page_size, offset = first % p.cache.page_size;
+    for (int t = 0; t < n; ++page, offset = 0) {
+      const std::byte* at = static_cast<const std::byte*>(p.cache.data) + cells[page] * p.cache.page_stride_bytes;
+      for (; t < n && offset < p.cache.page_size; ++t, ++offset) rows[t] = at + offset * row_bytes;
+    }
+    return n;
+  }
+};
+
+Problem problem_of(const MlaDecode& p) {
+  int64_t lanes = p.rows.cu_q_lens.given() ? p.q.shape[0] : p.rows.q_len;
+  lanes *= p.q.shape[1];
+  return make_problem(p.q, p.out, p.lse, p.cache, p.softmax_scale, lanes);
+}
+
+// More than any request has: the segments that a table row, or all of a CSR table, can reach.
+int64_t max_segments_of(const MlaDecode& p) {
+  const int64_t columns = p.pages.form == PageTableForm::kCsr ? p.pages.indices.shape[0] : p.pages.pages.shape[1];
+  return (columns * p.cache.page_size + kSegmentKeys - 1) / kSegmentKeys;
+}
+
+}  // namespace
+
+size_t workspace_mla_decode(const MlaDecode& p, int num_workers) {
+  return absorbed_workspace(problem_of(p), max_segments_of(p), num_workers);
+}
+
+void run_mla_decode(const MlaDecode& p, const RunContext& ctx) {
+  run_absorbed(problem_of(p), PagedKeys(p), max_segments_of(p), ctx);
+}
 
 }  // namespace GANNET_ISA
 }  // namespace cpu
 }  // namespace v0
 }  // namespace gannet
+
+#endif  // GANNET_CPU_KERNELS_MLA_DECODE_INL_H_

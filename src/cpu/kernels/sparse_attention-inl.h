@@ -1,16 +1,72 @@
-// To be written.
-#pragma once
+// Sparse absorbed attention: each row attends to the slots of its own list. The computation is in absorbed-inl.h; since
+// it reads cache rows where they lie, a list costs what a dense range of the same length costs.
+#ifndef GANNET_CPU_KERNELS_SPARSE_ATTENTION_INL_H_
+#define GANNET_CPU_KERNELS_SPARSE_ATTENTION_INL_H_
 
-#include "cpu/kernel_table.h"
+#include "cpu/kernels/absorbed-inl.h"
 
 namespace gannet {
 inline namespace v0 {
 namespace cpu {
 namespace GANNET_ISA {
-void run_sparse_attention(const SparseAttention&, const RunContext&) { __builtin_trap(); }
-size_t workspace_sparse_attention(const SparseAttention&, int) { return 0; }
+namespace {
+
+struct ListedKeys {
+  static constexpr bool kList = true;
+  const SparseAttention& p;
+  int64_t row_bytes;
+  int64_t num_slots;
+  int64_t num_items;  // query rows
+
+  explicit ListedKeys(const SparseAttention& params)
+      : p(params),
+        row_bytes(latent_row_bytes(params.cache.format, params.cache.geometry)),
+        num_slots(params.cache.num_pages * params.cache.page_size),
+        num_items(params.q.shape[0]) {}
+
+  int64_t row0(int64_t item) const { return item; }
+  int64_t num_rows(int64_t) const { return 1; }
+  int64_t num_keys(int64_t item, int64_t) const {
+    const int64_t columns = p.topk_slots.shape[1];
+    if (!p.topk_lens.given()) return columns;
+    return larger(0, smaller(columns, static_cast<const int32_t*>(p.topk_lens.data)[item * p.topk_lens.stride[0]]));
+  }
+  // Entries outside the pool may stand anywhere; the others keep their order.
+  int gather(int64_t item, int32_t segment, int n, const std::byte** rows) const {
+    const int32_t* slots = static_cast<const int32_t*>(p.topk_slots.data) + item * p.topk_slots.stride[0] +
+                           int64_t{segment} * kSegmentKeys;
+    const auto* base = static_cast<const std::byte*>(p.cache.data);
+    const bool flat = p.cache.page_stride_bytes == p.cache.page_size * row_bytes;
+    int valid = 0;
+    for (int t = 0; t < n; ++t) {
+      const int64_t slot = slots[t];
+      if (slot < 0 || slot >= num_slots) continue;
+      rows[valid++] = flat ? base + slot * row_bytes
+                           : base + slot / p.cache.page_size * p.cache.page_stride_bytes + slot % p.cache.page_size * row_bytes;
+    }
+    return valid;
+  }
+};
+
+Problem problem_of(const SparseAttention& p) {
+  return make_problem(p.q, p.out, p.lse, p.cache, p.softmax_scale, p.q.shape[1]);
+}
+
+int64_t max_segments_of(const SparseAttention& p) { return (p.topk_slots.shape[1] + kSegmentKeys - 1) / kSegmentKeys; }
+
+}  // namespace
+
+size_t workspace_sparse_attention(const SparseAttention& p, int num_workers) {
+  return absorbed_workspace(problem_of(p), max_segments_of(p), num_workers);
+}
+
+void run_sparse_attention(const SparseAttention& p, const RunContext& ctx) {
+  run_absorbed(problem_of(p), ListedKeys(p), max_segments_of(p), ctx);
+}
 
 }  // namespace GANNET_ISA
 }  // namespace cpu
 }  // namespace v0
 }  // namespace gannet
+
+#endif  // GANNET_CPU_KERNELS_SPARSE_ATTENTION_INL_H_

@@ -1,0 +1,819 @@
+// Absorbed ("MQA") attention, the core of mla_decode and sparse_attention.
+//
+// The problem. Every query head h of every query row t attends to the same rows x_s = [c_s | r_s] of the latent cache
+// (R = 512 latent, P = 64 rotated values):
+//   score(t, h, s) = scale * q(t, h) . x_s       out(t, h) = sum_s softmax_s(score) c_s
+// A cached row of 1152 bytes (bf16) meets 2 * (R + P + R) = 2176 flop a head: at 128 heads that is 242 flop a byte, far
+// above the ridge of a CPU (12 to 17), so at many heads the kernel is a matrix product and the score is the share of
+// the rate of vdpbf16ps. At 16 heads it is 30 flop a byte and still compute bound while the cache lies in L3.
+//
+// The form. A lane of a vector is a (row, head) pair. Rows of one request and their heads are packed densely into
+// groups of up to kGroupLanes lanes, which share one walk over the keys.
+//   - q is packed once a group as [k / 2][lane] pairs of bf16 (or [k][lane] fp32), in sub-blocks of kSubLanes lanes;
+//   - scores: a pair of values of a cache row is broadcast from where it lies and meets the lanes. Nothing of K is
+//     packed and nothing is summed across a vector, so a gather (pages, slots) costs nothing extra;
+//   - softmax: running maximum and sum are vertical, a lane each;
+//   - the weights come out as pairs of keys [key / 2][lane], which is what the product with V broadcasts;
+//   - V (the first R values of the rows) is interleaved two keys at a time once a block, shared by all lanes, and laid
+//     out in column panels: with whole rows of 2 KiB a panel would hit only 8 of the 64 sets of L1.
+// fp32 needs no pairs: K and V are read from the cache rows themselves.
+//
+// What no result depends on. The keys of a row are cut into segments at fixed positions (multiples of kSegmentKeys; for
+// a list: of its columns) and a segment into blocks at fixed positions. Each segment starts from a fresh state, and
+// states are merged in the order of the segments. A (row, head) sees one chain of additions whatever the tile it is
+// computed in; a key it does not see adds exactly nothing: its score is replaced by -inf, whose exponential is exactly
+// 0, and the product with V stops at the row's own last key. So neither the number of workers, nor other requests, nor
+// other rows of the same request, nor where pages lie can change a bit; bytes of unseen keys, NaN included, never
+// reach a result.
+//
+// Work is dealt out as (group, segment) units in waves: a group of one segment writes its result directly, the others
+// leave partial sums which a second pass merges. The number of partials of a wave is fixed, so the workspace does not
+// grow with the length or the number of rows.
+#ifndef GANNET_CPU_KERNELS_ABSORBED_INL_H_
+#define GANNET_CPU_KERNELS_ABSORBED_INL_H_
+
+#include "cpu/kernel_table.h"
+#include "cpu/kernels/math-inl.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace cpu {
+namespace GANNET_ISA {
+namespace {
+
+// ---- constants ----------------------------------------------------------------------------------------------------
+
+constexpr int kSubVectors = kVectorRegisters >= 32 ? 4 : 2;  // lanes of a register tile, in vectors
+constexpr int kSubLanes = kSubVectors * kLanes;
+constexpr int kGroupLanes = 128;     // one row of DeepSeek-V3; V's interleaving is shared by so many
+constexpr int kSegmentKeys = 1024;   // positions of the splits; part of the definition of a result
+constexpr int kQBlockBytes = 24576;  // of a sub-block's q: stays in 32 KiB of L1 beside the rows that stream by
+constexpr int kPanel = 4 * kLanes;   // columns of V and of the output that are worked on together
+constexpr int kMinPartials = 64;     // partial results of a wave: 16 MiB at 128 lanes of 512 values
+constexpr int kPartialsPerWorker = 8;
+constexpr int kMaxUnits = 1024;      // of a wave
+
+constexpr float kInfinity = __builtin_inff();
+
+constexpr int64_t round_up(int64_t n, int64_t m) { return (n + m - 1) / m * m; }
+GANNET_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+GANNET_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/// Address of element [i0][i1][0] of a view.
+template <class T>
+GANNET_INLINE T* element(const TensorView& v, int64_t i0, int64_t i1) {
+  return static_cast<T*>(v.data) + i0 * v.stride[0] + i1 * v.stride[1];
+}
+
+// ---- element paths ------------------------------------------------------------------------------------------------
+// A cell is what a lane consumes in one step: a pair of bf16 or one fp32.
+
+struct Bf16Path {
+  using Cell = uint32_t;
+  using Vec = W;
+  static constexpr int kPer = 2;       // values of a cell
+  static constexpr int kBlockKeys = 128;
+  static constexpr bool kPairedV = true;
+  GANNET_INLINE Vec load(const Cell* p) { return load_w(p); }
+  GANNET_INLINE Vec broadcast(const Cell* p) {
+    Cell x;
+    std::memcpy(&x, p, sizeof x);
+    return set1_w(x);
+  }
+  GANNET_INLINE F step(F acc, Vec a, Vec b) { return dot2(acc, a, b); }
+  GANNET_INLINE void store_weights(Cell* p, int64_t, F first, F second) { store_w(p, pack2(first, second)); }
+};
+
+struct F32Path {
+  using Cell = float;
+  using Vec = F;
+  static constexpr int kPer = 1;
+  static constexpr int kBlockKeys = 64;
+  static constexpr bool kPairedV = false;
+  GANNET_INLINE Vec load(const Cell* p) { return loadu(p); }
+  GANNET_INLINE Vec broadcast(const Cell* p) { return set1(*p); }
+  GANNET_INLINE F step(F acc, Vec a, Vec b) { return fma(a, b, acc); }
+  GANNET_INLINE void store_weights(Cell* p, int64_t stride, F first, F second) {
+    storeu(p, first);
+    storeu(p + stride, second);
+  }
+};
+
+// ---- shapes and scratch -------------------------------------------------------------------------------------------
+
+// What all units of a call share.
+struct Problem {
+  TensorView q, out, lse;
+  LatentFormat format;
+  int64_t row_bytes;
+  int64_t latent_dim, width;  // R, R + P
+  int64_t out_stride;         // R rounded up to whole vectors: the stride of running sums
+  int64_t num_heads;
+  int max_lanes;              // of a group, whole vectors
+  float score_scale;          // softmax scale * log2(e): exponentials are to base 2
+  float out_scale;
+};
+
+// A worker's memory. Sizes for max_lanes lanes (L), blocks of B keys.
+struct Scratch {
+  int64_t* packed_for;  // [2] the group whose q is packed: item, first lane
+  const std::byte** rows;  // [kSegmentKeys] addresses of the segment's cache rows
+  const void** block_rows; // [B] the block's rows as cells
+  void* q;              // cells [sub-block][(R + P) / kPer][lanes of it]
+  float* scores;        // [sub-block][B][lanes of it]
+  void* weights;        // cells [sub-block][B / kPer][lanes of it]
+  void* values;         // bf16: pairs [panel][B / 2][columns of it]; fp32: converted rows [B][row stride]
+  float* limit;         // [L] keys of the segment that the lane sees
+  float* rescale;       // [L]
+  float* m;             // [L] running maximum, in units of log2
+  float* z;             // [L] running sum
+  float* o;             // [L][out_stride]
+};
+
+// A part of the work: a segment of the keys for a group of lanes.
+struct Unit {
+  int64_t item;        // request, or row of a list
+  int64_t first_lane;  // within the item
+  int32_t segment;
+  int32_t partial;     // where its state goes; -1: it is the group's only segment and writes the result
+};
+
+// The partials of one group that a wave produced.
+struct MergeJob {
+  int64_t item;
+  int64_t first_lane;
+  int32_t first_partial;
+  int32_t num_partials;
+  int32_t resumes;   // continues what an earlier wave left in the carry
+  int32_t finishes;  // has the group's last segment; else the state goes to the carry
+};
+
+// Lanes of a group that belong to one query row, and how many of the segment's keys that row sees.
+struct Run {
+  int32_t lane0;
+  int32_t num_lanes;
+  int32_t keys;
+};
+
+// ---- scores: q . x ------------------------------------------------------------------------------------------------
+
+// scores[t][lane] (+)= sum over cells [0, n) of q[cell][lane] * rows[t][cell], for TT keys and NV vectors of lanes.
+template <class P, int TT, int NV>
+GANNET_INLINE void score_tile(const typename P::Cell* q, const void* const* rows, int64_t cell0, int64_t n, float* scores,
+                              bool fresh) {
+  using Cell = typename P::Cell;
+  constexpr int64_t kWidth = NV * kLanes;
+  F acc[TT][NV];
+  const Cell* x[TT];
+  for (int t = 0; t < TT; ++t) {
+    x[t] = static_cast<const Cell*>(rows[t]) + cell0;
+    for (int v = 0; v < NV; ++v) acc[t][v] = fresh ? zero() : loadu(scores + t * kWidth + v * kLanes);
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    typename P::Vec lane[NV];
+    for (int v = 0; v < NV; ++v) lane[v] = P::load(q + i * kWidth + v * kLanes);
+    for (int t = 0; t < TT; ++t) {
+      const typename P::Vec b = P::broadcast(x[t] + i);
+      for (int v = 0; v < NV; ++v) acc[t][v] = P::step(acc[t][v], lane[v], b);
+    }
+  }
+  for (int t = 0; t < TT; ++t)
+    for (int v = 0; v < NV; ++v) storeu(scores + t * kWidth + v * kLanes, acc[t][v]);
+}
+
+template <class P, int NV>
+void score_block(const typename P::Cell* q, const void* const* rows, int num_keys, int64_t cells, float* scores) {
+  // Tiles of about 24 accumulators (8 where there are 16 registers), 12 keys at most.
+  constexpr int kWanted = (kVectorRegisters >= 32 ? 24 : 8) / NV;
+  constexpr int kTile = kWanted > 12 ? 12 : kWanted;
+  constexpr int64_t kWidth = NV * kLanes;
+  constexpr int64_t kCells = kQBlockBytes / static_cast<int64_t>(sizeof(typename P::Cell)) / kWidth;
+  for (int64_t c = 0; c < cells; c += kCells) {
+    const int64_t n = smaller(kCells, cells - c);
+    const typename P::Cell* qc = q + c * kWidth;
+    int t = 0;
+    for (; t + kTile <= num_keys; t += kTile) score_tile<P, kTile, NV>(qc, rows + t, c, n, scores + t * kWidth, c == 0);
+    for (; t + 2 <= num_keys; t += 2) score_tile<P, 2, NV>(qc, rows + t, c, n, scores + t * kWidth, c == 0);
+    for (; t < num_keys; ++t) score_tile<P, 1, NV>(qc, rows + t, c, n, scores + t * kWidth, c == 0);
+  }
+}
+
+template <class P>
+void score_sub_block(const typename P::Cell* q, const void* const* rows, int num_keys, int64_t cells, int num_vectors,
+                     float* scores) {
+  if constexpr (kSubVectors >= 4) {
+    if (num_vectors == 4) return score_block<P, 4>(q, rows, num_keys, cells, scores);
+    if (num_vectors == 3) return score_block<P, 3>(q, rows, num_keys, cells, scores);
+  }
+  if (num_vectors == 2) return score_block<P, 2>(q, rows, num_keys, cells, scores);
+  score_block<P, 1>(q, rows, num_keys, cells, scores);
+}
+
+// ---- softmax of a block -------------------------------------------------------------------------------------------
+
+// For one vector of lanes: scores [num_keys][stride] to weights, and the running maximum, sum and rescale factor.
+// kMasked: the block has keys that some lane does not see; key t is visible iff first_key + t < limit[lane].
+template <class P, bool kMasked>
+GANNET_INLINE void softmax_vector(const float* scores, int64_t stride, int num_keys, int first_key, const float* limit,
+                                  float scale, bool fresh, typename P::Cell* weights, float* m, float* z, float* rescale) {
+  const F minus_infinity = set1(-kInfinity), factor = set1(scale);
+  const F seen = kMasked ? loadu(limit) : zero();
+  const auto score = [&](int t) __attribute__((always_inline)) {
+    F s = loadu(scores + t * stride);
+    if constexpr (kMasked) s = select_less(set1(static_cast<float>(first_key + t)), seen, s, minus_infinity);
+    return s;
+  };
+  F top0 = minus_infinity, top1 = minus_infinity;  // max gives its second operand where one is NaN: NaN never is a top
+  int t = 0;
+  for (; t + 2 <= num_keys; t += 2) {
+    top0 = max(mul(score(t), factor), top0);
+    top1 = max(mul(score(t + 1), factor), top1);
+  }
+  if (t < num_keys) top0 = max(mul(score(t), factor), top0);
+  const F before = fresh ? minus_infinity : loadu(m);
+  const F now = max(max(top0, top1), before);
+  // A lane without keys so far has -inf; 0 in its place keeps exp2(-inf - base) at 0 instead of NaN.
+  const F base = select_less(minus_infinity, now, now, zero());
+  const F shift = fast_exp2(sub(before, base));
+  F sum = zero();
+  for (t = 0; t + 2 <= num_keys; t += 2) {
+    const F a = fast_exp2(sub(mul(score(t), factor), base));
+    const F b = fast_exp2(sub(mul(score(t + 1), factor), base));
+    sum = add(sum, add(a, b));
+    P::store_weights(weights + t / P::kPer * stride, stride, a, b);
+  }
+  if (t < num_keys) {
+    const F a = fast_exp2(sub(mul(score(t), factor), base));
+    sum = add(sum, a);
+    P::store_weights(weights + t / P::kPer * stride, stride, a, zero());
+  }
+  storeu(rescale, shift);
+  storeu(m, now);
+  storeu(z, fresh ? sum : fma(loadu(z), shift, sum));
+}
+
+// ---- weights times V ----------------------------------------------------------------------------------------------
+
+// Where a panel of V lies: pairs at a fixed stride, or the columns of the rows themselves.
+struct PairedValues {
+  const uint32_t* base;
+  int64_t stride;
+  GANNET_INLINE const uint32_t* at(const PairedValues& v, int64_t j) { return v.base + j * v.stride; }
+};
+struct RowValues {
+  const void* const* rows;
+  int64_t column;
+  GANNET_INLINE const float* at(const RowValues& v, int64_t j) { return static_cast<const float*>(v.rows[j]) + v.column; }
+};
+
+// o[lane][column] = rescale[lane] * o + sum over cells j of weights[j][lane] * v[j][column], for HH lanes and NV
+// vectors of columns.
+template <class P, int HH, int NV, class Values>
+GANNET_INLINE void value_tile(const typename P::Cell* weights, int64_t weight_stride, const Values& values, int64_t cells,
+                              float* o, int64_t o_stride, const float* rescale, bool fresh) {
+  F acc[HH][NV];
+  for (int h = 0; h < HH; ++h) {
+    const F factor = fresh ? zero() : set1(rescale[h]);
+    for (int v = 0; v < NV; ++v) acc[h][v] = fresh ? zero() : mul(factor, loadu(o + h * o_stride + v * kLanes));
+  }
+  for (int64_t j = 0; j < cells; ++j) {
+    const typename P::Cell* x = Values::at(values, j);
+    typename P::Vec column[NV];
+    for (int v = 0; v < NV; ++v) column[v] = P::load(x + v * kLanes);
+    for (int h = 0; h < HH; ++h) {
+      const typename P::Vec b = P::broadcast(weights + j * weight_stride + h);
+      for (int v = 0; v < NV; ++v) acc[h][v] = P::step(acc[h][v], column[v], b);
+    }
+  }
+  for (int h = 0; h < HH; ++h)
+    for (int v = 0; v < NV; ++v) storeu(o + h * o_stride + v * kLanes, acc[h][v]);
+}
+
+template <class P, int NV, class Values>
+void value_lanes(const typename P::Cell* weights, int64_t weight_stride, const Values& values, int64_t cells, int num_lanes,
+                 float* o, int64_t o_stride, const float* rescale, bool fresh) {
+  constexpr int kTile = kVectorRegisters >= 32 ? 6 : 4;
+  int h = 0;
+  for (; h + kTile <= num_lanes; h += kTile)
+    value_tile<P, kTile, NV>(weights + h, weight_stride, values, cells, o + h * o_stride, o_stride, rescale + h, fresh);
+  for (; h + 2 <= num_lanes; h += 2)
+    value_tile<P, 2, NV>(weights + h, weight_stride, values, cells, o + h * o_stride, o_stride, rescale + h, fresh);
+  for (; h < num_lanes; ++h)
+    value_tile<P, 1, NV>(weights + h, weight_stride, values, cells, o + h * o_stride, o_stride, rescale + h, fresh);
+}
+
+// NV vectors of columns from column d + c of the panel at d, for lanes [from, to) of the sub-block at `sub`.
+template <class P, int NV>
+GANNET_INLINE void add_columns(const Problem& p, const Scratch& s, int64_t d, int64_t columns, int64_t c, int sub,
+                               int64_t sub_lanes, int from, int to, int64_t cells, float* o, bool fresh) {
+  constexpr int64_t kCells = P::kBlockKeys / P::kPer;
+  const auto* weights = static_cast<const typename P::Cell*>(s.weights) + sub * kCells + (from - sub);
+  float* oc = o + from * p.out_stride + d + c;
+  if constexpr (P::kPairedV) {
+    const PairedValues v{static_cast<const uint32_t*>(s.values) + d * kCells + c, columns};
+    value_lanes<P, NV>(weights, sub_lanes, v, cells, to - from, oc, p.out_stride, s.rescale + from, fresh);
+  } else {
+    const RowValues v{s.block_rows, d + c};
+    value_lanes<P, NV>(weights, sub_lanes, v, cells, to - from, oc, p.out_stride, s.rescale + from, fresh);
+  }
+}
+
+// The lanes [lane0, lane0 + num_lanes) of a group over the first `cells` cells of the block. A panel of V (16 KiB as
+// bf16 pairs) stays in L1 while all lanes pass.
+template <class P>
+void add_values(const Problem& p, const Scratch& s, int group_lanes, int lane0, int num_lanes, int64_t cells, float* o,
+                bool fresh) {
+  for (int64_t d = 0; d < p.out_stride; d += kPanel) {
+    const int64_t columns = smaller(kPanel, p.out_stride - d);
+    for (int sub = lane0 / kSubLanes * kSubLanes; sub < lane0 + num_lanes; sub += kSubLanes) {
+      const int from = lane0 > sub ? lane0 : sub;
+      const int to = static_cast<int>(smaller(lane0 + num_lanes, sub + kSubLanes));
+      const int64_t lanes = smaller(kSubLanes, group_lanes - sub);
+      int64_t c = 0;
+      for (; c + kSubVectors * kLanes <= columns; c += kSubVectors * kLanes)
+        add_columns<P, kSubVectors>(p, s, d, columns, c, sub, lanes, from, to, cells, o, fresh);
+      for (; c < columns; c += kLanes) add_columns<P, 1>(p, s, d, columns, c, sub, lanes, from, to, cells, o, fresh);
+    }
+  }
+}
+
+// Two keys at a time: values[panel][key / 2][column] = (row of key, row of key + 1).
+GANNET_INLINE void pair_values(const Problem& p, const Scratch& s, int num_keys) {
+  constexpr int64_t kCells = Bf16Path::kBlockKeys / 2;
+  uint32_t* values = static_cast<uint32_t*>(s.values);
+  for (int t = 0; t < num_keys; t += 2) {
+    const auto* a = static_cast<const uint16_t*>(s.block_rows[t]);
+    const auto* b = static_cast<const uint16_t*>(s.block_rows[t + 1 < num_keys ? t + 1 : t]);
+    for (int64_t d = 0; d < p.latent_dim; d += kPanel) {
+      const int64_t columns = smaller(kPanel, p.latent_dim - d);
+      uint32_t* to = values + d * kCells + t / 2 * columns;
+      for (int64_t c = 0; c < columns; c += 2 * kLanes) interleave2(a + d + c, b + d + c, to + c);
+    }
+  }
+}
+
+// Takes the second key out of a pair: 0 * NaN would be NaN.
+GANNET_INLINE void drop_second(const Problem& p, const Scratch& s, int pair) {
+  constexpr int64_t kCells = Bf16Path::kBlockKeys / 2;
+  for (int64_t d = 0; d < p.latent_dim; d += kPanel) {
+    const int64_t columns = smaller(kPanel, p.latent_dim - d);
+    uint32_t* to = static_cast<uint32_t*>(s.values) + d * kCells + pair * columns;
+    for (int64_t c = 0; c < columns; ++c) to[c] &= 0xffffu;
+  }
+}
+
+// ---- reading cache rows -------------------------------------------------------------------------------------------
+
+// Whether the rows of a format are cells as they lie. fp32 rows are used where reading whole vectors of the latent
+// part stays inside the row.
+template <class P>
+bool rows_are_cells(const Problem& p) {
+  if constexpr (P::kPairedV) return p.format == LatentFormat::kBf16;
+  else return p.format == LatentFormat::kF32 && p.out_stride <= p.width;
+}
+
+// Stride of converted rows in values: whole vectors, and an odd number of cache lines so that a column of many rows
+// does not fall into few sets of L1.
+GANNET_INLINE int64_t converted_stride(const Problem& p) {
+  return round_up(larger(p.width, p.out_stride), 16) / 16 % 2 == 0 ? round_up(larger(p.width, p.out_stride), 16) + 16
+                                                                  : round_up(larger(p.width, p.out_stride), 16);
+}
+
+GANNET_INLINE void convert_row(const Problem& p, const std::byte* row, float* to) {
+  if (p.format == LatentFormat::kF32) {
+    std::memcpy(to, row, static_cast<size_t>(p.width) * sizeof(float));
+    return;
+  }
+  int64_t c = 0;
+  for (; c + kLanes <= p.width; c += kLanes) storeu(to + c, load_bf16(reinterpret_cast<const uint16_t*>(row) + c));
+  for (; c < p.width; ++c) {
+    uint16_t half;
+    std::memcpy(&half, row + 2 * c, sizeof half);
+    const uint32_t word = static_cast<uint32_t>(half) << 16;
+    std::memcpy(to + c, &word, sizeof word);
+  }
+}
+
+template <class P>
+void load_block(const Problem& p, const Scratch& s, const std::byte* const* rows, int num_keys) {
+  if (rows_are_cells<P>(p)) {
+    for (int t = 0; t < num_keys; ++t) s.block_rows[t] = rows[t];
+  } else if constexpr (!P::kPairedV) {
+    const int64_t stride = converted_stride(p);
+    for (int t = 0; t < num_keys; ++t) {
+      float* to = static_cast<float*>(s.values) + t * stride;
+      convert_row(p, rows[t], to);
+      for (int64_t c = p.width; c < p.out_stride; ++c) to[c] = 0.0f;
+      s.block_rows[t] = to;
+    }
+  }
+  if constexpr (P::kPairedV) pair_values(p, s, num_keys);
+}
+
+// ---- a unit -------------------------------------------------------------------------------------------------------
+
+struct Group {
+  int64_t row0;   // query row of lane 0
+  int64_t head0;  // head of lane 0
+  int num_lanes;
+};
+
+// q of the group's lanes as cells [sub-block][cell][lane]; lanes that fill up the last vector are 0.
+template <class P>
+void pack_q(const Problem& p, const Group& g, typename P::Cell* packed) {
+  using Cell = typename P::Cell;
+  const int64_t cells = p.width / P::kPer;
+  const int padded = static_cast<int>(round_up(g.num_lanes, kLanes));
+  for (int sub = 0; sub < padded; sub += kSubLanes) {
+    const int64_t lanes = smaller(kSubLanes, padded - sub);
+    Cell* to = packed + sub * cells;
+    for (int64_t l = 0; l < lanes; ++l) {
+      const int64_t lane = sub + l;
+      if (lane >= g.num_lanes) {
+        for (int64_t c = 0; c < cells; ++c) to[c * lanes + l] = Cell{};
+        continue;
+      }
+      const int64_t row = g.row0 + (g.head0 + lane) / p.num_heads, head = (g.head0 + lane) % p.num_heads;
+      if constexpr (P::kPairedV) {
+        const uint16_t* from = element<uint16_t>(p.q, row, head);
+        for (int64_t c = 0; c < cells; ++c) std::memcpy(to + c * lanes + l, from + 2 * c, sizeof(Cell));
+      } else if (p.q.dtype == DType::kF32) {
+        const float* from = element<float>(p.q, row, head);
+        for (int64_t c = 0; c < cells; ++c) to[c * lanes + l] = from[c];
+      } else {
+        const uint16_t* from = element<uint16_t>(p.q, row, head);
+        for (int64_t c = 0; c < cells; ++c) {
+          const uint32_t word = static_cast<uint32_t>(from[c]) << 16;
+          std::memcpy(to + c * lanes + l, &word, sizeof word);
+        }
+      }
+    }
+  }
+}
+
+// The state (m, z, o) of a group over one segment: n rows, of which run i sees the first runs[i].keys, which do not
+// fall from one run to the next.
+template <class P>
+void attend_segment(const Problem& p, const Scratch& s, const Run* runs, int num_runs, int num_lanes, int n, float* m,
+                    float* z, float* o) {
+  using Cell = typename P::Cell;
+  const int padded = static_cast<int>(round_up(num_lanes, kLanes));
+  const int64_t cells = p.width / P::kPer;
+  for (int i = 0; i < num_runs; ++i)
+    for (int l = 0; l < runs[i].num_lanes; ++l) s.limit[runs[i].lane0 + l] = static_cast<float>(runs[i].keys);
+  for (int l = num_lanes; l < padded; ++l) s.limit[l] = 0.0f;
+  if (n == 0) {
+    for (int l = 0; l < padded; ++l) {
+      m[l] = -kInfinity;
+      z[l] = 0.0f;
+    }
+  }
+  for (int b = 0; b < n; b += P::kBlockKeys) {
+    const int num_keys = static_cast<int>(smaller(P::kBlockKeys, n - b));
+    const bool fresh = b == 0, masked = runs[0].keys < b + num_keys;
+    load_block<P>(p, s, s.rows + b, num_keys);
+    for (int sub = 0; sub < padded; sub += kSubLanes) {
+      const int lanes = static_cast<int>(smaller(kSubLanes, padded - sub));
+      float* scores = s.scores + sub * P::kBlockKeys;
+      Cell* weights = static_cast<Cell*>(s.weights) + sub * (P::kBlockKeys / P::kPer);
+      score_sub_block<P>(static_cast<const Cell*>(s.q) + sub * cells, s.block_rows, num_keys, cells, lanes / kLanes, scores);
+      for (int l = 0; l < lanes; l += kLanes) {
+        const int lane = sub + l;
+        if (masked)
+          softmax_vector<P, true>(scores + l, lanes, num_keys, b, s.limit + lane, p.score_scale, fresh, weights + l, m + lane,
+                                  z + lane, s.rescale + lane);
+        else
+          softmax_vector<P, false>(scores + l, lanes, num_keys, b, s.limit + lane, p.score_scale, fresh, weights + l,
+                                   m + lane, z + lane, s.rescale + lane);
+      }
+    }
+    // Rows with the same number of visible keys go together; from the longest to the shortest, so that a key that is
+    // dropped from V is not missed later.
+    const auto keys_of = [&](int i) __attribute__((always_inline)) {
+      const int64_t k = smaller(runs[i].keys - b, num_keys);
+      return static_cast<int>(k > 0 ? k : 0);
+    };
+    for (int last = num_runs - 1; last >= 0;) {
+      const int keys = keys_of(last);
+      int first = last;
+      while (first > 0 && keys_of(first - 1) == keys) --first;
+      if (keys > 0) {
+        if constexpr (P::kPairedV) {
+          if (keys % 2 != 0) drop_second(p, s, keys / 2);
+        }
+        add_values<P>(p, s, padded, runs[first].lane0, runs[last].lane0 + runs[last].num_lanes - runs[first].lane0,
+                      (keys + P::kPer - 1) / P::kPer, o, fresh);
+      }
+      last = first - 1;
+    }
+  }
+}
+
+// ---- results ------------------------------------------------------------------------------------------------------
+
+// z is 0 only where there was no key, and o was never written then.
+GANNET_INLINE void write_row(const Problem& p, int64_t row, int64_t head, const float* o, float m, float z) {
+  const bool none = z == 0.0f;
+  if (p.lse.given()) {
+    const float lse = m * kLn2 + log_of(z);
+    *element<float>(p.lse, row, head) = none ? -kInfinity : lse == lse ? lse : __builtin_nanf("");
+  }
+  const F factor = set1(none ? 0.0f : p.out_scale / z);
+  const auto result = [&](int64_t c) __attribute__((always_inline)) {
+    return none ? zero() : canonical_nan(mul(loadu(o + c), factor));
+  };
+  int64_t c = 0;
+  if (p.out.dtype == DType::kF32) {
+    float* to = element<float>(p.out, row, head);
+    for (; c + kLanes <= p.latent_dim; c += kLanes) storeu(to + c, result(c));
+    if (c < p.latent_dim) storeu_n(to + c, result(c), static_cast<int>(p.latent_dim - c));
+  } else {
+    uint16_t* to = element<uint16_t>(p.out, row, head);
+    for (; c + kLanes <= p.latent_dim; c += kLanes) store_bf16(to + c, result(c));
+    if (c < p.latent_dim) {
+      uint16_t tail[kLanes];
+      store_bf16(tail, result(c));
+      for (int64_t i = 0; c < p.latent_dim; ++c, ++i) to[c] = tail[i];
+    }
+  }
+}
+
+// A state of a group: m [L], z [L], o [L][out_stride].
+struct State {
+  float* m;
+  float* z;
+  float* o;
+};
+GANNET_INLINE int64_t state_floats(const Problem& p) { return int64_t{2} * p.max_lanes + p.max_lanes * p.out_stride; }
+GANNET_INLINE State state_at(const Problem& p, float* base, int64_t i) {
+  float* m = base + i * state_floats(p);
+  return {m, m + p.max_lanes, m + 2 * p.max_lanes};
+}
+
+// Lanes [lane0, lane0 + kLanes) of a group: merges the states of consecutive segments in their order, one after the
+// other: m' = max(m, m_s), o' = o 2^(m - m') + o_s 2^(m_s - m'). A segment without keys for a lane is not read.
+void merge_lanes(const Problem& p, const Group& g, const MergeJob& job, float* partials, const State& carry_in,
+                 const State& carry_out, int lane0, float* factors) {
+  float m_lanes[kLanes], z_lanes[kLanes];
+  bool begun[kLanes];
+  F m = job.resumes ? loadu(carry_in.m + lane0) : set1(-kInfinity);
+  F z = job.resumes ? loadu(carry_in.z + lane0) : zero();
+  storeu(z_lanes, z);
+  for (int i = 0; i < kLanes; ++i) begun[i] = !(z_lanes[i] == 0.0f);
+  for (int j = 0; j < job.num_partials; ++j) {
+    const State s = state_at(p, partials, job.first_partial + j);
+    const F m_s = loadu(s.m + lane0);
+    const F top = max(m, m_s);
+    const F base = select_less(set1(-kInfinity), top, top, zero());
+    const F keep = fast_exp2(sub(m, base)), take = fast_exp2(sub(m_s, base));
+    m = top;
+    z = fma(z, keep, mul(loadu(s.z + lane0), take));
+    storeu(factors + 2 * j * kLanes, keep);
+    storeu(factors + (2 * j + 1) * kLanes, take);
+  }
+  storeu(m_lanes, m);
+  storeu(z_lanes, z);
+  // The sum is formed where nobody else writes: in the outgoing carry, the incoming one or the first partial.
+  const State home = !job.finishes ? carry_out : job.resumes ? carry_in : state_at(p, partials, job.first_partial);
+  const int lanes = static_cast<int>(smaller(kLanes, g.num_lanes - lane0));
+  for (int i = 0; i < lanes; ++i) {
+    const int64_t offset = (lane0 + i) * p.out_stride;
+    float* o = home.o + offset;
+    const float* so_far = begun[i] ? carry_in.o + offset : nullptr;
+    for (int j = 0; j < job.num_partials; ++j) {
+      const State s = state_at(p, partials, job.first_partial + j);
+      if (s.z[lane0 + i] == 0.0f) continue;
+      const float* from = s.o + offset;
+      const F keep = set1(factors[2 * j * kLanes + i]), take = set1(factors[(2 * j + 1) * kLanes + i]);
+      if (so_far != nullptr) {
+        for (int64_t c = 0; c < p.out_stride; c += kLanes)
+          storeu(o + c, fma(loadu(so_far + c), keep, mul(loadu(from + c), take)));
+      } else {
+        for (int64_t c = 0; c < p.out_stride; c += kLanes) storeu(o + c, mul(loadu(from + c), take));
+      }
+      so_far = o;
+    }
+    if (job.finishes) {
+      const int64_t at = g.head0 + lane0 + i;
+      write_row(p, g.row0 + at / p.num_heads, at % p.num_heads, so_far, m_lanes[i], z_lanes[i]);
+    } else if (so_far != nullptr && so_far != o) {
+      std::memcpy(o, so_far, static_cast<size_t>(p.out_stride) * sizeof(float));
+    }
+  }
+  if (!job.finishes) {
+    storeu(carry_out.m + lane0, m);
+    storeu(carry_out.z + lane0, z);
+  }
+}
+
+// ---- a call -------------------------------------------------------------------------------------------------------
+
+template <class P>
+struct Sizes {
+  int64_t rows, block_rows, q, scores, weights, values, lane, o;
+  explicit Sizes(const Problem& p) {
+    const int64_t lanes = p.max_lanes;
+    rows = round_up(kSegmentKeys * int64_t{sizeof(void*)}, 64);
+    block_rows = round_up(P::kBlockKeys * int64_t{sizeof(void*)}, 64);
+    q = round_up(lanes * (p.width / P::kPer) * 4, 64);
+    scores = round_up(lanes * P::kBlockKeys * 4, 64);
+    weights = round_up(lanes * P::kBlockKeys / P::kPer * 4, 64);
+    values = P::kPairedV            ? P::kBlockKeys / 2 * p.out_stride * 4
+             : rows_are_cells<P>(p) ? 0
+                                    : round_up(P::kBlockKeys * converted_stride(p) * 4, 64);
+    lane = round_up(lanes * 4, 64);
+    o = round_up(lanes * p.out_stride * 4, 64);
+  }
+  int64_t total() const { return 64 + rows + block_rows + q + scores + weights + values + 4 * lane + o; }
+};
+
+template <class P>
+Scratch scratch_at(const Problem& p, std::byte* at) {
+  const Sizes<P> z(p);
+  Scratch s;
+  const auto take = [&](int64_t bytes) {
+    std::byte* here = at;
+    at += bytes;
+    return here;
+  };
+  s.packed_for = reinterpret_cast<int64_t*>(take(64));
+  s.rows = reinterpret_cast<const std::byte**>(take(z.rows));
+  s.block_rows = reinterpret_cast<const void**>(take(z.block_rows));
+  s.q = take(z.q);
+  s.scores = reinterpret_cast<float*>(take(z.scores));
+  s.weights = take(z.weights);
+  s.values = take(z.values);
+  s.limit = reinterpret_cast<float*>(take(z.lane));
+  s.rescale = reinterpret_cast<float*>(take(z.lane));
+  s.m = reinterpret_cast<float*>(take(z.lane));
+  s.z = reinterpret_cast<float*>(take(z.lane));
+  s.o = reinterpret_cast<float*>(take(z.o));
+  return s;
+}
+
+// Partials of a wave, given the most segments that a group can have.
+GANNET_INLINE int64_t partials_of(int64_t max_segments, int num_workers) {
+  return max_segments <= 1 ? 0 : larger(kMinPartials, int64_t{kPartialsPerWorker} * num_workers);
+}
+
+// Bytes of the merge factors of a lane vector: the worker's q is free by then, but may be smaller.
+GANNET_INLINE int64_t factor_floats(int64_t num_partials) { return 2 * num_partials * kLanes; }
+
+template <class P>
+size_t workspace_on(const Problem& p, int64_t max_segments, int num_workers) {
+  const int64_t partials = partials_of(max_segments, num_workers);
+  const int64_t per_worker = Sizes<P>(p).total() + round_up(factor_floats(partials) * 4, 64);
+  const int64_t states = partials > 0 ? (partials + 2) * round_up(state_floats(p) * 4, 64) : 0;
+  return static_cast<size_t>(num_workers * per_worker + states + kMaxUnits * int64_t{sizeof(Unit) + sizeof(MergeJob)});
+}
+
+// Source gives the items (a request, or a row with a list) and their keys:
+//   int64_t num_items; int64_t row0(item), num_rows(item); int64_t num_keys(item, j): keys or columns of row j;
+//   int gather(item, segment, n, rows): addresses of the segment's keys, the n first positions; returns how many count
+//   static constexpr bool kList: invalid entries are dropped, so what gather returns counts for every lane
+template <class P, class Source>
+void run_on(const Problem& p, const Source& source, int64_t max_segments, const RunContext& ctx) {
+  const int num_workers = ctx.executor.num_workers();
+  const int64_t max_partials = partials_of(max_segments, num_workers);
+  const int64_t per_worker = Sizes<P>(p).total() + round_up(factor_floats(max_partials) * 4, 64);
+  std::byte* const worker_memory = ctx.workspace;
+  auto* const states = reinterpret_cast<float*>(worker_memory + num_workers * per_worker);
+  const int64_t states_bytes = max_partials > 0 ? (max_partials + 2) * round_up(state_floats(p) * 4, 64) : 0;
+  auto* const units = reinterpret_cast<Unit*>(reinterpret_cast<std::byte*>(states) + states_bytes);
+  auto* const jobs = reinterpret_cast<MergeJob*>(units + kMaxUnits);
+  // A group that a wave leaves unfinished is handed on in one of two carries, while the other may hold one that the
+  // same wave finishes.
+  int64_t carry = 0;
+  for (int w = 0; w < num_workers; ++w) {
+    const Scratch s = scratch_at<P>(p, worker_memory + w * per_worker);
+    s.packed_for[0] = -1;
+  }
+
+  const auto group_at = [&](int64_t item, int64_t first_lane) {
+    Group g;
+    g.row0 = source.row0(item) + first_lane / p.num_heads;
+    g.head0 = first_lane % p.num_heads;
+    g.num_lanes = static_cast<int>(smaller(p.max_lanes, source.num_rows(item) * p.num_heads - first_lane));
+    return g;
+  };
+
+  const auto run_unit = [&](int64_t index, int worker) {
+    const Unit& u = units[index];
+    const Scratch s = scratch_at<P>(p, worker_memory + worker * per_worker);
+    const Group g = group_at(u.item, u.first_lane);
+    if (s.packed_for[0] != u.item || s.packed_for[1] != u.first_lane) {
+      pack_q<P>(p, g, static_cast<typename P::Cell*>(s.q));
+      s.packed_for[0] = u.item;
+      s.packed_for[1] = u.first_lane;
+    }
+    Run runs[kGroupLanes];
+    int num_runs = 0;
+    const int64_t first_key = int64_t{u.segment} * kSegmentKeys;
+    for (int lane = 0; lane < g.num_lanes; ++num_runs) {
+      const int64_t at = u.first_lane + lane, j = at / p.num_heads;
+      const int64_t keys = smaller(larger(source.num_keys(u.item, j) - first_key, 0), kSegmentKeys);
+      const int lanes = static_cast<int>(smaller((j + 1) * p.num_heads - at, g.num_lanes - lane));
+      runs[num_runs] = {lane, lanes, static_cast<int32_t>(keys)};
+      lane += lanes;
+    }
+    int n = runs[num_runs - 1].keys;
+    n = source.gather(u.item, u.segment, n, s.rows);
+    if constexpr (Source::kList) runs[0].keys = n;
+    const State state = u.partial < 0 ? State{s.m, s.z, s.o} : state_at(p, states, u.partial);
+    attend_segment<P>(p, s, runs, num_runs, g.num_lanes, n, state.m, state.z, state.o);
+    if (u.partial >= 0) return;
+    for (int lane = 0; lane < g.num_lanes; ++lane)
+      write_row(p, g.row0 + (g.head0 + lane) / p.num_heads, (g.head0 + lane) % p.num_heads, s.o + lane * p.out_stride,
+                s.m[lane], s.z[lane]);
+  };
+
+  const int64_t vectors = p.max_lanes / kLanes;
+  const auto run_merge = [&](int64_t index, int worker) {
+    const MergeJob& job = jobs[index / vectors];
+    const Group g = group_at(job.item, job.first_lane);
+    const int lane0 = static_cast<int>(index % vectors) * kLanes;
+    if (lane0 >= g.num_lanes) return;
+    auto* factors = reinterpret_cast<float*>(worker_memory + worker * per_worker + Sizes<P>(p).total());
+    merge_lanes(p, g, job, states, state_at(p, states, max_partials + carry), state_at(p, states, max_partials + 1 - carry),
+                lane0, factors);
+  };
+
+  int64_t num_units = 0, num_partials = 0, num_jobs = 0;
+  const auto flush = [&] {
+    if (num_units > 0) ctx.executor.parallel_for(num_units, run_unit);
+    if (num_jobs > 0) ctx.executor.parallel_for(num_jobs * vectors, run_merge);
+    num_units = num_partials = num_jobs = 0;
+    carry = 1 - carry;
+  };
+  for (int64_t item = 0; item < source.num_items; ++item) {
+    const int64_t lanes = source.num_rows(item) * p.num_heads;
+    for (int64_t first = 0; first < lanes; first += p.max_lanes) {
+      const int64_t last_row = (smaller(first + p.max_lanes, lanes) - 1) / p.num_heads;
+      const int64_t segments = (source.num_keys(item, last_row) + kSegmentKeys - 1) / kSegmentKeys;
+      if (segments <= 1) {
+        if (num_units == kMaxUnits) flush();
+        units[num_units++] = {item, first, 0, -1};
+        continue;
+      }
+      for (int64_t done = 0; done < segments;) {
+        if (num_units == kMaxUnits || num_partials == max_partials) flush();
+        const int64_t count = smaller(segments - done, smaller(kMaxUnits - num_units, max_partials - num_partials));
+        jobs[num_jobs++] = {item, first, static_cast<int32_t>(num_partials), static_cast<int32_t>(count), done > 0,
+                            done + count == segments};
+        for (int64_t i = 0; i < count; ++i)
+          units[num_units++] = {item, first, static_cast<int32_t>(done + i), static_cast<int32_t>(num_partials++)};
+        done += count;
+      }
+    }
+  }
+  flush();
+}
+
+// lanes: the most (row, head) pairs that an item has.
+GANNET_INLINE Problem make_problem(const TensorView& q, const TensorView& out, const TensorView& lse,
+                                   const LatentCacheView& cache, float softmax_scale, int64_t lanes) {
+  Problem p;
+  p.q = q;
+  p.out = out;
+  p.lse = lse;
+  p.format = cache.format;
+  p.row_bytes = latent_row_bytes(cache.format, cache.geometry);
+  p.latent_dim = cache.geometry.latent_dim;
+  p.width = int64_t{cache.geometry.latent_dim} + cache.geometry.rope_dim;
+  p.out_stride = round_up(p.latent_dim, kLanes);
+  p.num_heads = q.shape[1];
+  p.max_lanes = static_cast<int>(round_up(smaller(lanes, kGroupLanes), kLanes));
+  p.score_scale = softmax_scale * kLog2E;
+  p.out_scale = 1.0f;
+  return p;
+}
+
+// Pairs of bf16 where both sides are bf16 and the widths are whole pairs of vectors; else fp32. A matter of types and
+// widths alone, so that it is the same for every batch.
+GANNET_INLINE bool takes_pairs(const Problem& p) {
+  return kFastDot2 && p.q.dtype == DType::kBf16 && p.format == LatentFormat::kBf16 && p.width % 2 == 0 &&
+         p.latent_dim % (2 * kLanes) == 0;
+}
+
+GANNET_INLINE size_t absorbed_workspace(const Problem& p, int64_t max_segments, int num_workers) {
+  if constexpr (kFastDot2) {
+    if (takes_pairs(p)) return workspace_on<Bf16Path>(p, max_segments, num_workers);
+  }
+  return workspace_on<F32Path>(p, max_segments, num_workers);
+}
+
+template <class Source>
+GANNET_INLINE void run_absorbed(const Problem& p, const Source& source, int64_t max_segments, const RunContext& ctx) {
+  if constexpr (kFastDot2) {
+    if (takes_pairs(p)) return run_on<Bf16Path>(p, source, max_segments, ctx);
+  }
+  run_on<F32Path>(p, source, max_segments, ctx);
+}
+
+}  // namespace
+}  // namespace GANNET_ISA
+}  // namespace cpu
+}  // namespace v0
+}  // namespace gannet
+
+#endif  // GANNET_CPU_KERNELS_ABSORBED_INL_H_
