@@ -1,0 +1,64 @@
+#include "cmd_bench.h"
+
+#include <iostream>
+#include <map>
+#include <memory>
+
+#include "bench/bench.h"
+
+namespace {
+
+const std::map<std::string, gannet::DType> kDTypes = {{"fp32", gannet::DType::kF32}, {"bf16", gannet::DType::kBf16}};
+const std::map<std::string, gannet::LatentFormat> kLatentFormats = {
+    {"fp32", gannet::LatentFormat::kF32}, {"bf16", gannet::LatentFormat::kBf16}, {"e4m3", gannet::LatentFormat::kE4m3}};
+const std::map<std::string, gannet::IndexKFormat> kIndexFormats = {
+    {"fp32", gannet::IndexKFormat::kF32}, {"bf16", gannet::IndexKFormat::kBf16}, {"fp8", gannet::IndexKFormat::kE4m3}};
+
+constexpr int kMost = 1 << 24;  // above every dimension here; keeps products of dimensions within 64 bits
+
+}  // namespace
+
+void add_bench_command(CLI::App& app) {
+  CLI::App* command = app.add_subcommand("bench", "Time the operations against this machine's measured roofs");
+  auto options = std::make_shared<gannet::bench::Options>();
+  command->add_option("--op", options->ops, "Operations, separated by commas (default: all)")
+      ->delimiter(',')
+      ->check(CLI::IsMember(gannet::bench::problem_ops()));
+  command->add_option("--heads", options->grid.heads, "Numbers of heads (default: 128,16; indexer 64,32)")
+      ->delimiter(',')
+      ->check(CLI::Range(1, kMost));
+  command->add_option("--keys", options->grid.keys, "Tokens in the cache, or of the prompt for ragged_prefill")
+      ->delimiter(',')
+      ->check(CLI::Range(1, kMost));
+  command->add_option("--rows", options->grid.rows, "Query rows a request; rows for topk, merge_state, latent_*")
+      ->delimiter(',')
+      ->check(CLI::Range(1, kMost));
+  command->add_option("--batch", options->grid.batch, "Requests")->check(CLI::Range(1, kMost))->capture_default_str();
+  command->add_option("--topk", options->grid.topk, "Selected tokens")
+      ->check(CLI::Range(1, kMost))
+      ->capture_default_str();
+  command->add_option("--page-size", options->grid.page_size, "Tokens of a page")
+      ->check(CLI::Range(1, 1024))
+      ->capture_default_str();
+  command
+      ->add_option("--dtype", options->grid.dtype,
+                   "Queries, keys and outputs outside the cache: bf16 (default) or fp32")
+      ->transform(CLI::CheckedTransformer(kDTypes));
+  command->add_option("--kv-dtype", options->grid.latent_format, "Latent cache: bf16 (default), fp32 or e4m3")
+      ->transform(CLI::CheckedTransformer(kLatentFormats));
+  command->add_option("--index-dtype", options->grid.index_format, "Index keys: fp8 (default), bf16 or fp32")
+      ->transform(CLI::CheckedTransformer(kIndexFormats));
+  command->add_flag("--warm", options->grid.warm,
+                    "Work on one cache again and again instead of rotating through cold ones");
+  command->add_option("--impl", options->impl,
+                      "Implementation by name, or \"all\" that run here (default: what a plan chooses)");
+  command->add_option("--threads", options->threads, "Threads (default: all)")->check(CLI::Range(1, 4096));
+  command->add_option("--rounds", options->rounds, "Interleaved rounds")
+      ->check(CLI::Range(1, 10000))
+      ->capture_default_str();
+  command->add_option("--min-time", options->min_time, "Seconds a round and implementation")
+      ->check(CLI::Range(0.0, 3600.0))
+      ->capture_default_str();
+  command->add_option("--json", options->json_file, "Append one JSON line a row to this file");
+  command->callback([options] { gannet::bench::run(*options, std::cout, std::cerr); });
+}

@@ -1,0 +1,107 @@
+#include "bench/bench.h"
+
+#include <algorithm>
+#include <chrono>
+#include <fstream>
+#include <ostream>
+
+#include "core/format.h"
+#include "gannet/executor.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace bench {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Seconds of roof measurement at the start and after each problem.
+constexpr double kRoofSecondsFirst = 1.0;
+constexpr double kRoofSecondsLater = 0.15;
+
+struct Contestant {
+  std::unique_ptr<Call> call;
+  std::vector<double> round_minima;
+  int64_t calls = 0;
+};
+
+/// Repeats calls for `seconds`, at least one; returns the fastest.
+double round_minimum(Contestant& c, double seconds) {
+  double best = 0.0;
+  const Clock::time_point start = Clock::now();
+  Clock::time_point before = start;
+  do {
+    c.call->run(c.calls++);
+    const Clock::time_point after = Clock::now();
+    const double taken = std::chrono::duration<double>(after - before).count();
+    best = best == 0.0 ? taken : std::min(best, taken);
+    before = after;
+  } while (std::chrono::duration<double>(before - start).count() < seconds);
+  return best;
+}
+
+Timing timing_of(std::vector<double> minima, int64_t calls) {
+  std::sort(minima.begin(), minima.end());
+  const size_t n = minima.size();
+  return {minima.front(), n % 2 == 1 ? minima[n / 2] : 0.5 * (minima[n / 2 - 1] + minima[n / 2]), calls};
+}
+
+}  // namespace
+
+void run(const Options& options, std::ostream& out, std::ostream& err) {
+  if (options.rounds < 1) fail_argument("bench", "rounds is {}; accepted: 1 and more", options.rounds);
+  const std::vector<std::string>& ops = options.ops.empty() ? problem_ops() : options.ops;
+  std::vector<Maker> makers;
+  for (const std::string& op : ops) {
+    for (Maker& maker : make_problems(op, options.grid)) makers.push_back(std::move(maker));
+  }
+  std::ofstream json;
+  if (!options.json_file.empty()) {
+    json.open(options.json_file, std::ios::app);
+    if (!json) fail(ErrorCode::kDevice, "bench", "{} cannot be written", options.json_file);
+  }
+
+  ThreadPool pool({.num_threads = options.threads});
+  const Context context{.executor = &pool};
+  RoofMeter meter(pool);
+  if (const double load = load_average(); load > 0.5)
+    err << fmt::format("note: the load average is {:.1f}: something else runs here, figures will be low\n", load);
+  meter.measure(kRoofSecondsFirst);
+  print_roofs(out, meter.roofs());
+  print_header(out);
+  for (const Maker& make : makers) {
+    const Problem problem = make();
+    std::vector<std::string> impls{options.impl};
+    if (options.impl == "all") {
+      impls = problem.impls;
+      std::erase(impls, "ref");  // runs only when it is named: it takes minutes where kernels take milliseconds
+    }
+    std::vector<Contestant> contestants;
+    for (const std::string& impl : impls) {
+      try {
+        contestants.push_back({problem.bind(context, impl), {}, 0});
+      } catch (const Error& e) {
+        if (e.code() != ErrorCode::kUnsupported || options.impl != "all") throw;
+        err << fmt::format("note: {} {} leaves out {}: {}\n", problem.op, problem.label, impl, e.what());
+      }
+    }
+    for (Contestant& c : contestants) c.call->run(c.calls++);  // first touches and the pool's wake-up are not timed
+    for (int round = 0; round < options.rounds; ++round) {
+      for (Contestant& c : contestants) c.round_minima.push_back(round_minimum(c, options.min_time));
+    }
+    meter.measure(kRoofSecondsLater);
+    for (Contestant& c : contestants) {
+      const Row row{problem.op,    problem.label, c.call->impl(), timing_of(c.round_minima, c.calls),
+                    problem.flops, problem.bytes, problem.fp32,   problem.shape};
+      print_row(out, row, meter.roofs());
+      if (json.is_open()) json << to_json_line(row, meter.roofs()) << '\n' << std::flush;
+    }
+  }
+  print_roofs(out, meter.roofs());
+  if (json.is_open() && !json) fail(ErrorCode::kDevice, "bench", "writing {} failed", options.json_file);
+}
+
+}  // namespace bench
+}  // namespace v0
+}  // namespace gannet

@@ -1,0 +1,111 @@
+#include "bench/roofs.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <vector>
+
+#include "bench/roof_loops.h"
+#include "core/implementation.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace bench {
+
+const RoofLoops* avx512_bf16_loops() noexcept {
+  const ImplementationSet& set = cpu::avx512_bf16_set();
+  return kAvx512Bf16Loops.isa != nullptr && set.compiled && set.runs_here() ? &kAvx512Bf16Loops : nullptr;
+}
+
+int64_t last_level_cache_bytes() {
+  constexpr int64_t kUnknown = int64_t{64} << 20;
+  int64_t bytes = 0;
+#if defined(_SC_LEVEL3_CACHE_SIZE) && defined(_SC_LEVEL2_CACHE_SIZE)
+  bytes = std::max<int64_t>(sysconf(_SC_LEVEL3_CACHE_SIZE), sysconf(_SC_LEVEL2_CACHE_SIZE));
+#endif
+  return bytes > 0 ? bytes : kUnknown;
+}
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+// Long enough to hide starting the clock and the threads, short enough to fit between two interruptions.
+constexpr double kSliceSeconds = 0.002;
+constexpr int64_t kFirstIterations = 1 << 16;
+
+const RoofLoops& widest_loops() {
+  const RoofLoops* loops = avx512_bf16_loops();
+  return loops != nullptr ? *loops : portable_loops();
+}
+
+// The rate of `workers` concurrent calls of loop(iterations), whose iterations are raised until a call takes a slice.
+double rate(Executor& executor, int workers, double (*loop)(int64_t), int64_t& iterations) {
+  std::vector<double> flops(static_cast<size_t>(workers));
+  for (;;) {
+    const Clock::time_point start = Clock::now();
+    executor.parallel_for(workers, [&](int64_t task, int) { flops[static_cast<size_t>(task)] = loop(iterations); });
+    const double seconds = seconds_since(start);
+    if (seconds < kSliceSeconds) {
+      iterations *= 2;
+      continue;
+    }
+    double total = 0.0;
+    for (const double f : flops) total += f;
+    return total / seconds;
+  }
+}
+
+}  // namespace
+
+struct RoofMeter::Buffer {
+  std::vector<uint32_t> words;
+  std::atomic<uint32_t> sink{0};
+};
+
+RoofMeter::RoofMeter(Executor& executor) : executor_(executor), buffer_(new Buffer) {
+  // Four times the last level: what it keeps from the previous pass is at most a quarter.
+  const int64_t words = 4 * last_level_cache_bytes() / static_cast<int64_t>(sizeof(uint32_t));
+  buffer_->words.resize(static_cast<size_t>(words / kReadWords * kReadWords));
+  uint32_t x = 1;
+  for (uint32_t& w : buffer_->words) w = x = x * 1664525u + 1013904223u;
+  roofs_.isa = widest_loops().isa;
+  roofs_.threads = executor.num_workers();
+}
+
+RoofMeter::~RoofMeter() { delete buffer_; }
+
+void RoofMeter::measure(double seconds) {
+  const RoofLoops& loops = widest_loops();
+  const int workers = executor_.num_workers();
+  SerialExecutor serial;
+  int64_t fp32_iterations = kFirstIterations;
+  int64_t bf16_iterations = kFirstIterations;
+  const auto keep = [](double& best, double value) { best = std::max(best, value); };
+  const auto read = [&](Executor& executor, int tasks) {
+    const int64_t words = static_cast<int64_t>(buffer_->words.size());
+    const int64_t part = words / tasks / kReadWords * kReadWords;
+    const Clock::time_point start = Clock::now();
+    executor.parallel_for(
+        tasks, [&](int64_t task, int) { buffer_->sink ^= loops.read(buffer_->words.data() + task * part, part); });
+    return static_cast<double>(part * tasks) * sizeof(uint32_t) / seconds_since(start);
+  };
+  const Clock::time_point start = Clock::now();
+  do {
+    keep(roofs_.fp32_one, rate(serial, 1, loops.fp32_fma, fp32_iterations));
+    keep(roofs_.fp32_all, rate(executor_, workers, loops.fp32_fma, fp32_iterations));
+    if (loops.bf16_dot != nullptr) {
+      keep(roofs_.bf16_one, rate(serial, 1, loops.bf16_dot, bf16_iterations));
+      keep(roofs_.bf16_all, rate(executor_, workers, loops.bf16_dot, bf16_iterations));
+    }
+    keep(roofs_.dram_one, read(serial, 1));
+    keep(roofs_.dram_all, read(executor_, workers));
+  } while (seconds_since(start) < seconds);
+}
+
+}  // namespace bench
+}  // namespace v0
+}  // namespace gannet
