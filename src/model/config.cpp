@@ -17,9 +17,9 @@ constexpr int64_t kMaxConfigBytes = 4'000'000;
 
 // Bounds well above every published model (vocab 163,840; hidden 7,168; experts 384; 1,048,576 positions), and low
 // enough that the bytes of any tensor of the model, a product of at most three of these times 4, fit in 63 bits.
-constexpr int64_t kMaxWide = int64_t{1} << 20;       // hidden and intermediate sizes
+constexpr int64_t kMaxWide = int64_t{1} << 20;  // hidden and intermediate sizes
 constexpr int64_t kMaxVocab = int64_t{1} << 24;
-constexpr int64_t kMaxHeadSize = int64_t{1} << 16;   // heads, head widths, ranks, experts
+constexpr int64_t kMaxHeadSize = int64_t{1} << 16;  // heads, head widths, ranks, experts
 constexpr int64_t kMaxLayers = int64_t{1} << 12;
 constexpr int64_t kMaxPositions = int64_t{1} << 30;
 constexpr int64_t kMaxTokenId = (int64_t{1} << 31) - 1;
@@ -198,8 +198,7 @@ RopeConfig read_rope(const JsonObject& c, int64_t rope_dim) {
   rope.theta = source.theta(kMinTheta, kMaxTheta);
   const std::string type = source.type();
   const JsonObject* factor = source.holder("factor");
-  if (type == "default" && factor != nullptr)
-    factor->refuse("factor", "absent, since the RoPE type is \"default\"");
+  if (type == "default" && factor != nullptr) factor->refuse("factor", "absent, since the RoPE type is \"default\"");
   if (factor == nullptr) {
     // rope_scaling without a factor counts as none; rope_parameters that ask for yarn by name must say how much.
     if (type == "yarn" && source.has_parameters()) c.object("rope_parameters").at("factor");
@@ -209,8 +208,7 @@ RopeConfig read_rope(const JsonObject& c, int64_t rope_dim) {
   yarn.factor = factor->number("factor", 1.0, kMaxFactor);
   const JsonObject* original = source.holder("original_max_position_embeddings");
   if (original == nullptr) factor->at("original_max_position_embeddings");
-  yarn.original_max_position_embeddings =
-      original->integer("original_max_position_embeddings", 1, kMaxPositions);
+  yarn.original_max_position_embeddings = original->integer("original_max_position_embeddings", 1, kMaxPositions);
   yarn.beta_fast = source.number_or("beta_fast", yarn.beta_fast, kMinBeta, kMaxBeta);
   yarn.beta_slow = source.number_or("beta_slow", yarn.beta_slow, kMinBeta, kMaxBeta);
   yarn.mscale = source.number_or("mscale", 0.0, 0.0, kMaxFactor);
@@ -268,15 +266,12 @@ void read_mlp_layers(const JsonObject& c, ModelConfig* m) {
     }
     return;
   }
-  if (!c.given("n_routed_experts")) return;  // no experts: every layer is dense
   const int64_t first = c.integer("first_k_dense_replace", 0, kMaxLayers);
   const int64_t freq = c.integer_or("moe_layer_freq", 1, 1, kMaxLayers);
   for (int64_t l = 0; l < n; ++l) m->layers[static_cast<size_t>(l)].moe = l >= first && l % freq == 0;
 }
 
 void read_moe(const JsonObject& c, ModelConfig* m) {
-  const bool any = std::any_of(m->layers.begin(), m->layers.end(), [](const LayerConfig& l) { return l.moe; });
-  if (!any && !c.given("n_routed_experts")) return;
   m->n_routed_experts = c.integer("n_routed_experts", 1, kMaxHeadSize);
   m->moe_intermediate_size = c.integer("moe_intermediate_size", 1, kMaxWide);
   m->n_shared_experts = c.integer_or("n_shared_experts", 0, 0, kMaxWide / m->moe_intermediate_size);
@@ -318,8 +313,9 @@ void read_sharing(const JsonObject& c, ModelConfig* m) {
       if (i < m->layers.size()) m->layers[i].indexer = !shared;
     }
     if (!m->layers[0].indexer)
-      fail(ErrorCode::kCorruptFile, kFunction, "{}: {}[0] is {}; accepted: \"full\", since layer 0 has nothing to share",
-           c.file(), c.field(key), show(list[0]));
+      fail(ErrorCode::kCorruptFile, kFunction,
+           "{}: {}[0] is {}; accepted: \"full\", since layer 0 has nothing to share", c.file(), c.field(key),
+           show(list[0]));
     return;
   }
   const int64_t freq = c.integer_or("index_topk_freq", 1, 0, kMaxLayers);
@@ -481,8 +477,7 @@ ModelConfig parse_config(std::string_view text, const std::string& name, std::st
     c.unsupported("index_topk", fmt::format("absent: {} is attended densely", to_string(m.family)));
   read_quantization(c, &m);
 
-  if (c.given("bos_token_id"))
-    m.bos_token_id = static_cast<int32_t>(c.integer("bos_token_id", 0, kMaxTokenId));
+  if (c.given("bos_token_id")) m.bos_token_id = static_cast<int32_t>(c.integer("bos_token_id", 0, kMaxTokenId));
   m.generation.eos_token_ids = read_ids(c, "eos_token_id");
   if (!generation_text.empty()) {
     const Json generation = parse_json(kFunction, generation_text, generation_name);

@@ -33,8 +33,8 @@ struct YarnConfig {
   int64_t original_max_position_embeddings = 0;  ///< tokens
   double beta_fast = 32.0;
   double beta_slow = 1.0;
-  double mscale = 0.0;                            ///< 0: not given
-  double mscale_all_dim = 0.0;                    ///< 0: not given
+  double mscale = 0.0;          ///< 0: not given
+  double mscale_all_dim = 0.0;  ///< 0: not given
   std::optional<double> attention_factor = {};
 };
 
@@ -69,19 +69,19 @@ struct ModelConfig {
   int64_t qk_rope_head_dim = 0;     ///< P, even
   int64_t v_head_dim = 0;           ///< V
   int64_t max_position_embeddings = 0;
-  double rms_norm_eps = 1e-6;       ///< of every RMSNorm but q_a_layernorm and kv_a_layernorm
+  double rms_norm_eps = 1e-6;  ///< of every RMSNorm but q_a_layernorm and kv_a_layernorm
   bool tie_word_embeddings = false;
   RopeConfig rope;
 
-  std::vector<LayerConfig> layers;         ///< [num_hidden_layers]
-  int64_t num_nextn_predict_layers = 0;    ///< MTP layers follow the others; their tensors may be absent
+  std::vector<LayerConfig> layers;       ///< [num_hidden_layers]
+  int64_t num_nextn_predict_layers = 0;  ///< MTP layers follow the others; their tensors may be absent
 
   int64_t intermediate_size = 0;      ///< of dense layers
   int64_t moe_intermediate_size = 0;  ///< of one expert
-  int64_t n_routed_experts = 0;       ///< E; 0: no MoE layer at all
+  int64_t n_routed_experts = 0;       ///< E
   int64_t n_shared_experts = 0;       ///< their common width is n_shared_experts * moe_intermediate_size
   int64_t num_experts_per_tok = 0;
-  int64_t n_group = 1;                ///< divides E, E / n_group >= 2 where groups are masked
+  int64_t n_group = 1;  ///< divides E, E / n_group >= 2 where groups are masked
   int64_t topk_group = 1;
   bool norm_topk_prob = false;
   double routed_scaling_factor = 1.0;

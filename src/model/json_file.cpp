@@ -66,8 +66,7 @@ Json parse_json(const char* function, std::string_view text, const std::string& 
   // One set of keys per open object; an array holds its place in the count of depth alone.
   std::vector<std::unordered_set<std::string>> keys;
   const auto watch = [&](int depth, Json::parse_event_t event, Json& value) {
-    if (depth > kMaxDepth)
-      fail(ErrorCode::kCorruptFile, function, "{}: nested deeper than {} levels", file, kMaxDepth);
+    if (depth > kMaxDepth) fail(ErrorCode::kCorruptFile, function, "{}: nested deeper than {} levels", file, kMaxDepth);
     if (event == Json::parse_event_t::object_start) keys.emplace_back();
     if (event == Json::parse_event_t::object_end) keys.pop_back();
     if (event == Json::parse_event_t::key && !keys.back().insert(value.get_ref<const std::string&>()).second)

@@ -32,11 +32,11 @@ struct StoredType {
 };
 // Every whole-byte type of the format. Those without a DType here are measured, listed and never read.
 constexpr StoredType kTypes[] = {
-    {"F32", 4, true, DType::kF32},       {"BF16", 2, true, DType::kBf16},     {"F16", 2, true, DType::kF16},
-    {"F8_E4M3", 1, true, DType::kE4m3},  {"U8", 1, true, DType::kU8},         {"I32", 4, true, DType::kI32},
-    {"I64", 8, true, DType::kI64},       {"BOOL", 1, false, DType::kU8},      {"I8", 1, false, DType::kU8},
-    {"F8_E5M2", 1, false, DType::kU8},   {"F8_E8M0", 1, false, DType::kU8},   {"I16", 2, false, DType::kU8},
-    {"U16", 2, false, DType::kU8},       {"U32", 4, false, DType::kU8},       {"F64", 8, false, DType::kU8},
+    {"F32", 4, true, DType::kF32},      {"BF16", 2, true, DType::kBf16},   {"F16", 2, true, DType::kF16},
+    {"F8_E4M3", 1, true, DType::kE4m3}, {"U8", 1, true, DType::kU8},       {"I32", 4, true, DType::kI32},
+    {"I64", 8, true, DType::kI64},      {"BOOL", 1, false, DType::kU8},    {"I8", 1, false, DType::kU8},
+    {"F8_E5M2", 1, false, DType::kU8},  {"F8_E8M0", 1, false, DType::kU8}, {"I16", 2, false, DType::kU8},
+    {"U16", 2, false, DType::kU8},      {"U32", 4, false, DType::kU8},     {"F64", 8, false, DType::kU8},
     {"U64", 8, false, DType::kU8},
 };
 
@@ -200,14 +200,14 @@ void check_tensor(const char* function, const TensorRef& t, std::initializer_lis
   if (dtype_fits && std::equal(t.shape.begin(), t.shape.end(), shape.begin(), shape.end())) return;
   std::string names;
   for (const DType d : dtypes) names += fmt::format("{}{}", names.empty() ? "" : " or ", stored_name(d));
-  fail(ErrorCode::kCorruptFile, function, "{}: tensor {} is {}; accepted: {} {}", t.file, show_text(t.name), describe(t),
-       names, shape_text(shape));
+  fail(ErrorCode::kCorruptFile, function, "{}: tensor {} is {}; accepted: {} {}", t.file, show_text(t.name),
+       describe(t), names, shape_text(shape));
 }
 
 void check_values_dtype(const TensorRef& t, DType accepted) {
   if (!t.readable || t.dtype != accepted)
-    fail(ErrorCode::kCorruptFile, kFunction, "{}: tensor {} is {}; accepted: {}", t.file, show_text(t.name), describe(t),
-         stored_name(accepted));
+    fail(ErrorCode::kCorruptFile, kFunction, "{}: tensor {} is {}; accepted: {}", t.file, show_text(t.name),
+         describe(t), stored_name(accepted));
 }
 
 void TensorRef::to_float(float* out) const {
@@ -223,8 +223,8 @@ void TensorRef::to_float(float* out) const {
     const auto* x = reinterpret_cast<const uint8_t*>(data);
     for (int64_t i = 0; i < n; ++i) out[i] = table[x[i]];
   } else {
-    fail(ErrorCode::kCorruptFile, kFunction, "{}: tensor {} is {}; accepted: F32, BF16 or F8_E4M3", file, show_text(name),
-         describe(*this));
+    fail(ErrorCode::kCorruptFile, kFunction, "{}: tensor {} is {}; accepted: F32, BF16 or F8_E4M3", file,
+         show_text(name), describe(*this));
   }
 }
 
@@ -267,8 +267,7 @@ SafetensorsFile SafetensorsFile::parse(std::span<const std::byte> bytes, const s
     fail(ErrorCode::kCorruptFile, kFunction, "{}: header length is {}; accepted: at most {}", name, header_bytes,
          kMaxHeaderBytes);
   const std::string_view text(reinterpret_cast<const char*>(bytes.data()) + kLengthBytes, header_bytes);
-  if (!text.starts_with('{'))
-    fail(ErrorCode::kCorruptFile, kFunction, "{}: the header does not begin with '{{'", name);
+  if (!text.starts_with('{')) fail(ErrorCode::kCorruptFile, kFunction, "{}: the header does not begin with '{{'", name);
   const Json header = parse_json(kFunction, text, name);
   const JsonObject object(kFunction, name, "", header);
 

@@ -48,10 +48,10 @@ class MappedFile {
 /// One tensor of an open file: a view of the mapping, valid as long as the file object.
 struct TensorRef {
   std::string name;
-  std::string dtype_name;      ///< as the file spells it: "BF16", "F32", "F8_E4M3", "I32", ...
-  bool readable = false;       ///< dtype_name has a DType here; else `dtype` means nothing and require() refuses
+  std::string dtype_name;  ///< as the file spells it: "BF16", "F32", "F8_E4M3", "I32", ...
+  bool readable = false;   ///< dtype_name has a DType here; else `dtype` means nothing and require() refuses
   DType dtype = DType::kF32;
-  std::vector<int64_t> shape;  ///< row-major, packed; [] is a scalar
+  std::vector<int64_t> shape;       ///< row-major, packed; [] is a scalar
   const std::byte* data = nullptr;  ///< a multiple of size_of(dtype), whatever the file's own alignment
   int64_t num_bytes = 0;
   std::string file;

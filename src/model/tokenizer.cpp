@@ -137,8 +137,7 @@ class Merger {
   void run(std::span<const int32_t> symbols, std::vector<int32_t>* ids) {
     const auto n = static_cast<int64_t>(symbols.size());
     nodes_.clear();
-    for (int64_t i = 0; i < n; ++i)
-      nodes_.push_back({symbols[static_cast<size_t>(i)], i - 1, i + 1 < n ? i + 1 : -1});
+    for (int64_t i = 0; i < n; ++i) nodes_.push_back({symbols[static_cast<size_t>(i)], i - 1, i + 1 < n ? i + 1 : -1});
     heap_.clear();
     for (int64_t i = 0; i + 1 < n; ++i) consider(i);
     std::make_heap(heap_.begin(), heap_.end());
@@ -379,7 +378,8 @@ void Tokenizer::State::load_post_processor(const JsonObject& p) {
     }
     return;
   }
-  if (type != "TemplateProcessing") p.unsupported("type", "\"ByteLevel\", \"TemplateProcessing\" or a Sequence of these");
+  if (type != "TemplateProcessing")
+    p.unsupported("type", "\"ByteLevel\", \"TemplateProcessing\" or a Sequence of these");
   if (!prefix.empty()) p.unsupported("type", "one TemplateProcessing");
   const std::vector<Json>& single = p.array("single");
   bool text_seen = false;

@@ -1,5 +1,6 @@
 // Byte-level BPE from tokenizer.json, as the Hugging Face library runs it for DeepSeek, Kimi and GLM files:
-//   added tokens split first (longest first), the Split patterns of the file through PCRE2, bytes to characters, merges.
+//   added tokens split first (longest first), the Split patterns of the file through PCRE2, bytes to characters,
+//   merges.
 //
 //   auto tokenizer = gannet::Tokenizer::load("models/tiny-dsv32");
 //   std::vector<int32_t> ids = tokenizer.encode("Once upon a time");

@@ -13,7 +13,7 @@ struct Utf8Step {
   size_t length;        ///< bytes: of the character, or of the bad sequence that one U+FFFD replaces; at least 1
   char32_t code_point;  ///< meaningful if valid
   bool valid;
-  bool incomplete;      ///< not valid, but the text ends here and more bytes could complete a character
+  bool incomplete;  ///< not valid, but the text ends here and more bytes could complete a character
 };
 
 /// Reads one character at `position` < bytes.size(). A bad sequence is as long as the longest prefix of a character

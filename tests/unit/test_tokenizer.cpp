@@ -92,8 +92,9 @@ TEST(Tokenizer, AddsBosOnceAndOnlyWhereAsked) {
   const Tokenizer without = Tokenizer::parse(read_text(kModel + "/tokenizer.json"), "", "none");
   EXPECT_EQ(without.bos_id(), std::nullopt);
   EXPECT_EQ(without.encode("a"), Ids{66});
-  const Tokenizer object = Tokenizer::parse(read_text(kModel + "/tokenizer.json"),
-                                            Json{{"add_bos_token", true}, {"bos_token", {{"content", kBos}}}}.dump(), "x");
+  const Tokenizer object =
+      Tokenizer::parse(read_text(kModel + "/tokenizer.json"),
+                       Json{{"add_bos_token", true}, {"bos_token", {{"content", kBos}}}}.dump(), "x");
   EXPECT_EQ(object.encode("a"), (Ids{0, 66}));
 }
 
@@ -149,9 +150,9 @@ TEST(Tokenizer, StreamsWhatDecodeReturns) {
 
 /// A random text of the characters that the patterns tell apart.
 std::string random_text(std::mt19937& random, size_t length) {
-  static const char32_t kAlphabet[] = {U'a', U'b', U'Z', U' ', U' ', U'\n', U'\r', U'\t', U'1', U'9', U'\'', U'.', U'<',
-                                       0x301, 0xE9, 0x4F60, 0x3042, 0x30FC, 0xA0, 0x2003, 0x3000, 0x180E, 0x1F600,
-                                       0x660, 0x20AC, 0x200B, 0x0};
+  static const char32_t kAlphabet[] = {U'a', U'b',   U'Z',   U' ',   U' ',    U'\n', U'\r',  U'\t',  U'1',
+                                       U'9', U'\'',  U'.',   U'<',   0x301,   0xE9,  0x4F60, 0x3042, 0x30FC,
+                                       0xA0, 0x2003, 0x3000, 0x180E, 0x1F600, 0x660, 0x20AC, 0x200B, 0x0};
   std::string text;
   for (size_t i = 0; i < length; ++i) gannet::append_utf8(&text, kAlphabet[random() % std::size(kAlphabet)]);
   return text;
@@ -205,11 +206,9 @@ TEST(Tokenizer, MergesAsTheDefinitionSays) {
 
 TEST(Tokenizer, TakesTheFirstOfEqualPairs) {
   // "aaa" is [aa][a], never [a][aa]; "aaaaa" then merges the two [aa] first.
-  const Json file = {{"model",
-                      {{"type", "BPE"},
-                       {"vocab", {{"a", 0}, {"aa", 1}, {"aaaa", 2}}},
-                       {"merges", {"a a", "aa aa"}}}},
-                     {"pre_tokenizer", {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"use_regex", false}}}};
+  const Json file = {
+      {"model", {{"type", "BPE"}, {"vocab", {{"a", 0}, {"aa", 1}, {"aaaa", 2}}}, {"merges", {"a a", "aa aa"}}}},
+      {"pre_tokenizer", {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"use_regex", false}}}};
   const Tokenizer t = Tokenizer::parse(file.dump(), "", "x");
   EXPECT_EQ(t.encode("aaa"), (Ids{1, 0}));
   EXPECT_EQ(t.encode("aaaaa"), (Ids{2, 0}));
@@ -231,21 +230,21 @@ Json small_file() {
   vocab["th"] = 256;
   vocab["the"] = 257;
   vocab["abc"] = 258;
-  const Json split = {{"type", "Split"},
-                      {"pattern", {{"Regex", "\\s+|[a-z]+"}}},
-                      {"behavior", "Isolated"},
-                      {"invert", false}};
+  const Json split = {
+      {"type", "Split"}, {"pattern", {{"Regex", "\\s+|[a-z]+"}}}, {"behavior", "Isolated"}, {"invert", false}};
   const Json level = {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}, {"use_regex", false}};
   return {{"added_tokens", Json::array()},
           {"normalizer", nullptr},
           {"pre_tokenizer", {{"type", "Sequence"}, {"pretokenizers", {split, level}}}},
           {"post_processor", nullptr},
           {"model",
-           {{"type", "BPE"}, {"vocab", vocab}, {"merges", Json::array({Json::array({"t", "h"}), Json::array({"th", "e"})})}}}};
+           {{"type", "BPE"},
+            {"vocab", vocab},
+            {"merges", Json::array({Json::array({"t", "h"}), Json::array({"th", "e"})})}}}};
 }
 
 Json added(const std::string& text, int id, bool special = true) {
-  return {{"id", id},         {"content", text}, {"single_word", false}, {"lstrip", false},
+  return {{"id", id},        {"content", text},     {"single_word", false}, {"lstrip", false},
           {"rstrip", false}, {"normalized", false}, {"special", special}};
 }
 
@@ -428,9 +427,10 @@ TEST(SplitPattern, LooksAtThePieceOnly) {
 }
 
 TEST(SplitPattern, RefusesWhatTheTwoEnginesReadDifferently) {
-  for (const char* bad : {"\\w", "\\b", "\\h", "\\R", "\\X", "\\K", "\\G", "\\A", "\\z", "\\x41", "\\1", "^a", "a$",
-                          "[[:alpha:]]", "[a[b]]", "[]a]", "a{,3}", "a{2}+", "a{", "(?<n>a)", "(?m:a)", "(?R)", "(?C)",
-                          "(*FAIL)", "(*UTF)a", "\\", "[a", "\\pL", "\\p{L", "(?#x)a"})
+  for (const char* bad :
+       {"\\w",    "\\b",  "\\h",  "\\R",         "\\X",     "\\K",  "\\G",   "\\A",   "\\z",   "\\x41",
+        "\\1",    "^a",   "a$",   "[[:alpha:]]", "[a[b]]",  "[]a]", "a{,3}", "a{2}+", "a{",    "(?<n>a)",
+        "(?m:a)", "(?R)", "(?C)", "(*FAIL)",     "(*UTF)a", "\\",   "[a",    "\\pL",  "\\p{L", "(?#x)a"})
     EXPECT_THROW(gannet::SplitPattern::regex(bad, "x"), Error) << bad;
   for (const char* good : {"a", "(?i:'s|'t)", "[^\\r\\n\\p{L}\\p{N}]?\\p{L}+", "\\p{N}{1,3}", "\\s+(?!\\S)", "a++b",
                            "[\\-\\]\\\\]", "(?<=a)b", "x{2,}", "\\d\\D", "[^\\s\\p{L}]+", "(a)(b)"})
@@ -465,13 +465,13 @@ TEST(Tokenizer, TakesNearLinearTime) {
     while (text.size() < kBytes) text += unit;
     return text;
   };
-  for (const std::string& text : {repeat(" "), repeat(" ") + "x", repeat("\n"), repeat(" \n") + " x", repeat("a"),
-                                  repeat("the"), repeat("1"), repeat("<"), repeat("\u4F60"), repeat("."), repeat("e "),
-                                  repeat("\u0301"), repeat(" .")}) {
+  for (const std::string& text :
+       {repeat(" "), repeat(" ") + "x", repeat("\n"), repeat(" \n") + " x", repeat("a"), repeat("the"), repeat("1"),
+        repeat("<"), repeat("\u4F60"), repeat("."), repeat("e "), repeat("\u0301"), repeat(" .")}) {
     const double seconds = seconds_to_encode(text);
     EXPECT_LT(seconds, 20.0) << text.substr(0, 10);
-    std::printf("%10.3f s for %zu bytes of %s\n", seconds, text.size(), Json(text.substr(0, 6)).dump(-1, ' ', true,
-                Json::error_handler_t::replace).c_str());
+    std::printf("%10.3f s for %zu bytes of %s\n", seconds, text.size(),
+                Json(text.substr(0, 6)).dump(-1, ' ', true, Json::error_handler_t::replace).c_str());
   }
 }
 
