@@ -9,7 +9,13 @@
 //   - the result of a row is a function of that row's bytes alone: not of its neighbours, of the order of pages or of
 //     the number of workers, bit for bit;
 //   - every stride is honoured; the last dimension is contiguous; empty problems return at once;
-//   - fp16 is refused by name.
+//   - fp16 is refused by name;
+//   - base pointers, strides of rows and heads, and page strides are multiples of 16 bytes; but integer tensors, lse,
+//     weights, logits and cos_sin need no more than the alignment of one element;
+//   - widths (latent_dim, rope_dim, head_dim, N, P, V) are multiples of 16;
+//   - contents: a run on the CPU refuses a page of a visible key that is outside the pool, slots to write or gather
+//     beyond it, cumulative lengths that fall or do not end at the number of rows, and lengths beyond what the arguments
+//     say holds; on other devices such values are the caller's responsibility and never a wild access.
 // Errors: Error(kInvalidArgument) names the argument, its value and what is accepted.
 #pragma once
 

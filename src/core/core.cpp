@@ -1,9 +1,8 @@
-// Names, conversions and shared checks.
+// Names and conversions.
 #include <cmath>
 #include <cstring>
 
 #include "core/format.h"
-#include "core/views.h"
 #include "gannet/dtype.h"
 #include "gannet/error.h"
 #include "gannet/kv_cache.h"
@@ -133,36 +132,6 @@ std::string describe(const TensorView& v) {
     stride += fmt::format("{}{}", i > 0 ? ", " : "", v.stride[i]);
   }
   return fmt::format("{}[{}] strides [{}] on {}", to_string(v.dtype), shape, stride, to_string(v.device));
-}
-
-void check_same_view(const char* function, const char* name, const TensorView& planned, const TensorView& given) {
-  bool same = planned.rank == given.rank && planned.dtype == given.dtype && planned.device == given.device;
-  for (size_t i = 0; same && i < static_cast<size_t>(given.rank); ++i)
-    same = planned.shape[i] == given.shape[i] && planned.stride[i] == given.stride[i];
-  if (!same) fail_argument(function, "{} is {}; planned was {}", name, describe(given), describe(planned));
-}
-
-void check_view_data(const char* function, const char* name, const TensorView& v) {
-  if (v.num_elements() == 0) return;
-  if (v.data == nullptr) fail_argument(function, "{}.data is null", name);
-  const size_t alignment = v.rank == 1 ? size_of(v.dtype) : kBaseAlignment;
-  if (reinterpret_cast<uintptr_t>(v.data) % alignment != 0)
-    fail_argument(function, "{}.data is {}; accepted: a multiple of {} bytes", name, v.data, alignment);
-}
-
-void check_view_form(const char* function, const char* name, const TensorView& v, Device device) {
-  if (v.dtype == DType::kF16)
-    fail(ErrorCode::kUnsupported, function, "{} is fp16; accepted: fp32 or bf16 (convert the tensor)", name);
-  if (!(v.device == device))
-    fail_argument(function, "{} is on {}; the first argument is on {}", name, to_string(v.device), to_string(device));
-  for (size_t i = 0; i < static_cast<size_t>(v.rank); ++i) {
-    if (v.shape[i] < 0) fail_argument(function, "{} is {}; a size is negative", name, describe(v));
-    const bool last = i + 1 == static_cast<size_t>(v.rank);
-    if (v.shape[i] <= 1) continue;
-    if (last && v.stride[i] != 1) fail_argument(function, "{} is {}; accepted: last stride 1", name, describe(v));
-    if (!last && v.stride[i] * static_cast<int64_t>(size_of(v.dtype)) % 4 != 0)
-      fail_argument(function, "{} is {}; accepted: strides that are multiples of 4 bytes", name, describe(v));
-  }
 }
 
 }  // namespace v0

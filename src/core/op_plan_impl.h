@@ -21,6 +21,12 @@ void check(const Params& p);
 template <class Params>
 bool is_empty(const Params& p);
 
+/// Throws if the contents of lengths, tables and lists would lead a kernel outside its memory. Called by each run on
+/// the CPU, where it costs nothing beside the work; on a device nobody reads contents from the host and the kernels
+/// bound what they load.
+template <class Params>
+void check_contents(const Params& p);
+
 inline constexpr size_t kWorkspaceAlignment = 64;  // a cache line and a zmm register
 
 namespace detail {
@@ -76,13 +82,14 @@ void OpPlan<Params>::run(const Params& params, std::span<std::byte> workspace, S
   check_same_as_planned(planned_, params);
   if (is_empty(params)) return;
   check_data(params);
+  const auto& set = *static_cast<const ImplementationSet*>(implementation_);
+  if (set.device == DeviceKind::kCpu) check_contents(params);
   if (workspace.size() < workspace_bytes_)
     fail_argument(Params::kName, "workspace has {} bytes; the plan needs {}", workspace.size(), workspace_bytes_);
   auto address = reinterpret_cast<uintptr_t>(workspace.data());
   address = (address + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
   SerialExecutor serial;
   Executor& executor = context_->executor != nullptr ? *context_->executor : static_cast<Executor&>(serial);
-  const auto& set = *static_cast<const ImplementationSet*>(implementation_);
   entry_of<Params>(set).run(params, RunContext{executor, reinterpret_cast<std::byte*>(address), stream});
 }
 

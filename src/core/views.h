@@ -1,5 +1,14 @@
-// Checks that every operation shares: alignment, devices, unit last stride, and that run() gets what was planned.
+// Checks that operations share. A plan checks shapes, dtypes, strides and options once and reads no data; a run checks
+// pointers, and on the CPU the contents that would lead a kernel outside its memory.
+//
+// Alignment: base pointers of data are multiples of 16 bytes, and so are the strides of their rows and pages.
+// "Natural" tensors need the alignment of one element only: int32 and int64 tensors of any shape, and the small fp32
+// ones that engines slice as they like: lse, lse_a, lse_b, weights, logits, cos_sin.
 #pragma once
+
+#include <initializer_list>
+#include <limits>
+#include <string_view>
 
 #include "core/format.h"
 #include "gannet/op_plan.h"
@@ -10,11 +19,55 @@ inline namespace v0 {
 
 /// Throws unless the views agree in dtype, shape and stride.
 void check_same_view(const char* function, const char* name, const TensorView& planned, const TensorView& given);
-/// Throws unless data is set and a multiple of kBaseAlignment, for a view with elements.
+/// Throws unless data is set and aligned, for a view with elements.
 void check_view_data(const char* function, const char* name, const TensorView& v);
-/// Throws unless fp16 is absent, the last stride is 1, other strides are multiples of 4 bytes (dimensions of size 1
-/// and rank-1 views aside) and the device is `device`.
+/// Throws unless fp16 is absent, no size or stride is negative, the last stride is 1, the other strides keep rows
+/// aligned (dimensions of size 1 aside), every offset fits 63 bits and the device is `device`.
 void check_view_form(const char* function, const char* name, const TensorView& v, Device device);
+/// Whether the tensor of this name and dtype is natural (see above).
+bool is_natural(std::string_view name, DType dtype) noexcept;
+
+/// One dimension of an accepted shape.
+struct Axis {
+  static constexpr int64_t kAny = -1;
+  const char* label;
+  int64_t size = kAny;  ///< kAny: any size of at least `minimum` that `multiple` divides
+  int64_t minimum = 0;
+  int64_t multiple = 1;
+};
+
+enum class Access : uint8_t { kRead, kWrite };
+
+/// Throws unless v is given with one of the dtypes and of the shape. A tensor that is written has no two elements at
+/// one address through a zero stride.
+void check_tensor(const char* function, const char* name, const TensorView& v, std::initializer_list<DType> dtypes,
+                  std::initializer_list<Axis> shape, Access access = Access::kRead);
+/// The same where the tensor may be absent.
+void check_optional(const char* function, const char* name, const TensorView& v, std::initializer_list<DType> dtypes,
+                    std::initializer_list<Axis> shape, Access access = Access::kRead);
+/// Throws unless a has the dtype of b.
+void check_same_dtype(const char* function, const char* name_a, const TensorView& a, const char* name_b,
+                      const TensorView& b);
+
+void check_softmax_scale(const char* function, float scale);
+void check_cache(const char* function, const LatentCacheView& cache, Device device);
+void check_cache(const char* function, const IndexCacheView& cache, Device device);
+/// The page table and the query rows of a call with `num_rows` rows.
+void check_paged_rows(const char* function, const PageTableView& pages, const QueryRows& rows, int64_t num_rows);
+
+inline constexpr int64_t kNoKeyLimit = std::numeric_limits<int64_t>::max();
+
+// Contents. O(requests + pages) integer comparisons, never one per key: nothing beside the work they guard.
+
+/// Throws unless cumulative rows start at 0, never fall and end at num_rows; CSR bounds never fall and lie inside the
+/// list; every page that a row reaches exists; and no row sees more than max_keys keys.
+void check_paged_contents(const char* function, const PageTableView& pages, const QueryRows& rows, int64_t num_rows,
+                          int64_t num_pages, int32_t page_size, int64_t max_keys = kNoKeyLimit,
+                          const char* max_keys_name = "");
+/// Throws unless every slot is below num_slots. Negative ones are the operation's own business.
+void check_slots(const char* function, const TensorView& slots, int64_t num_slots);
+/// Throws unless v starts at 0 and never falls; `end` is the last value wanted, or the largest where `exact` is false.
+void check_cumulative(const char* function, const char* name, const TensorView& v, int64_t end, bool exact);
 
 template <class Params>
 Device check_common(const Params& p) {

@@ -1,14 +1,35 @@
+// sparse_attention: what it accepts. The contract stands in gannet/ops.h.
 #include "core/op_plan_impl.h"
 
 namespace gannet {
 inline namespace v0 {
 
 template <>
-void check(const SparseAttention&) {}
+void check(const SparseAttention& p) {
+  const char* const fn = SparseAttention::kName;
+  const RowGeometry g = p.cache.geometry;
+  check_tensor(fn, "q", p.q, {DType::kF32, DType::kBf16},
+               {{"rows"}, {.label = "num_heads", .minimum = 1}, {"latent_dim + rope_dim", g.width()}});
+  const int64_t rows = p.q.shape[0];
+  const int64_t heads = p.q.shape[1];
+  check_cache(fn, p.cache, p.q.device);
+  check_tensor(fn, "topk_slots", p.topk_slots, {DType::kI32}, {{"rows", rows}, {"k"}});
+  check_optional(fn, "topk_lens", p.topk_lens, {DType::kI32}, {{"rows", rows}});
+  check_tensor(fn, "out", p.out, {DType::kF32, DType::kBf16},
+               {{"rows", rows}, {"num_heads", heads}, {"latent_dim", g.latent_dim}}, Access::kWrite);
+  check_optional(fn, "lse", p.lse, {DType::kF32}, {{"rows", rows}, {"num_heads", heads}}, Access::kWrite);
+  check_softmax_scale(fn, p.softmax_scale);
+}
 
 template <>
-bool is_empty(const SparseAttention&) {
-  return false;
+bool is_empty(const SparseAttention& p) {
+  return p.q.shape[0] == 0;
+}
+
+template <>
+void check_contents(const SparseAttention& p) {
+  // Entries outside the pool are lists' padding by contract: kernels skip them.
+  static_cast<void>(p);
 }
 
 GANNET_INSTANTIATE_OP(SparseAttention)
