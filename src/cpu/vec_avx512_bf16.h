@@ -69,6 +69,38 @@ GANNET_INLINE void interleave2(const uint16_t* a, const uint16_t* b, uint32_t* o
   _mm512_storeu_si512(out, _mm512_permutex2var_epi32(low, first, high));
   _mm512_storeu_si512(out + 16, _mm512_permutex2var_epi32(low, second, high));
 }
+GANNET_INLINE void transpose_words(W* m) {
+  // Words within pairs of rows, double words, then 128-bit quarters: 4 x 16 shuffles.
+  W a[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(m[i], m[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32(m[i], m[i + 1]);
+  }
+  W b[16];  // b[4 g + c] has in quarter k the column 4 k + c of rows 4 g .. 4 g + 3
+  for (int i = 0; i < 16; i += 4) {
+    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+    b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+    b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+  for (int c = 0; c < 4; ++c) {
+    const W even01 = _mm512_shuffle_i32x4(b[c], b[4 + c], 0x88), odd01 = _mm512_shuffle_i32x4(b[c], b[4 + c], 0xdd);
+    const W even23 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0x88), odd23 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0xdd);
+    m[c] = _mm512_shuffle_i32x4(even01, even23, 0x88);
+    m[8 + c] = _mm512_shuffle_i32x4(even01, even23, 0xdd);
+    m[4 + c] = _mm512_shuffle_i32x4(odd01, odd23, 0x88);
+    m[12 + c] = _mm512_shuffle_i32x4(odd01, odd23, 0xdd);
+  }
+}
+GANNET_INLINE void pair_columns(const uint16_t* a, const uint16_t* b, W* low, W* high) {
+  const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
+  *low = _mm512_unpacklo_epi16(x, y);    // columns 0-3, 8-11, 16-19, 24-27
+  *high = _mm512_unpackhi_epi16(x, y);   // columns 4-7, 12-15, 20-23, 28-31
+}
+GANNET_INLINE void ordered(F low, F high, F* first, F* second) {
+  *first = _mm512_permutex2var_ps(low, _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23), high);
+  *second = _mm512_permutex2var_ps(low, _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31), high);
+}
 GANNET_INLINE F load_e4m3(const uint8_t* p) {
   const __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   const __m512i magnitude = _mm512_and_si512(b, _mm512_set1_epi32(0x7f));

@@ -94,6 +94,26 @@ GANNET_INLINE void store_bf16(uint16_t* p, F v) {
 GANNET_INLINE void interleave2(const uint16_t* a, const uint16_t* b, uint32_t* out) {
   for (int i = 0; i < 2 * kLanes; ++i) out[i] = uint32_t(a[i]) | (uint32_t(b[i]) << 16);
 }
+/// The kLanes x kLanes words of m, transposed in place.
+GANNET_INLINE void transpose_words(W* m) {
+  for (int i = 0; i < kLanes; ++i)
+    for (int j = 0; j < i; ++j) {
+      const uint32_t x = m[i][j];
+      m[i][j] = m[j][i];
+      m[j][i] = x;
+    }
+}
+/// Pairs (a[i], b[i]) for 2 * kLanes columns i in whatever order is cheapest; ordered() puts such columns in order.
+GANNET_INLINE void pair_columns(const uint16_t* a, const uint16_t* b, W* low, W* high) {
+  uint32_t out[2 * kLanes];
+  interleave2(a, b, out);
+  *low = load_w(out);
+  *high = load_w(out + kLanes);
+}
+GANNET_INLINE void ordered(F low, F high, F* first, F* second) {
+  *first = low;
+  *second = high;
+}
 /// e4m3 to fp32, exactly: value bits shifted into place as a tiny float, times 2^120; 0x7F and 0xFF give NaN.
 GANNET_INLINE F load_e4m3(const uint8_t* p) {
   const W b = {p[0], p[1], p[2], p[3]};

@@ -48,7 +48,6 @@ constexpr int kSubLanes = kSubVectors * kLanes;
 constexpr int kGroupLanes = 128;     // one row of DeepSeek-V3; V's interleaving is shared by so many
 constexpr int kSegmentKeys = 1024;   // positions of the splits; part of the definition of a result
 constexpr int kQBlockBytes = 24576;  // of a sub-block's q: stays in 32 KiB of L1 beside the rows that stream by
-constexpr int kPanel = 4 * kLanes;   // columns of V and of the output that are worked on together
 constexpr int kMinPartials = 64;     // partial results of a wave: 16 MiB at 128 lanes of 512 values
 constexpr int kPartialsPerWorker = 8;
 constexpr int kMaxUnits = 1024;      // of a wave
@@ -73,7 +72,7 @@ struct Bf16Path {
   using Vec = W;
   static constexpr int kPer = 2;       // values of a cell
   static constexpr int kBlockKeys = 128;
-  static constexpr bool kPairedV = true;
+  static constexpr bool kPaired = true;
   GANNET_INLINE Vec load(const Cell* p) { return load_w(p); }
   GANNET_INLINE Vec broadcast(const Cell* p) {
     Cell x;
@@ -82,6 +81,13 @@ struct Bf16Path {
   }
   GANNET_INLINE F step(F acc, Vec a, Vec b) { return dot2(acc, a, b); }
   GANNET_INLINE void store_weights(Cell* p, int64_t, F first, F second) { store_w(p, pack2(first, second)); }
+  // Columns of each 2 * kLanes come in the order of pair_columns; write_row puts them right.
+  template <int NV>
+  GANNET_INLINE void load_columns(const void* const* rows, int64_t column, Vec* x) {
+    const auto* a = static_cast<const uint16_t*>(rows[0]) + column;
+    const auto* b = static_cast<const uint16_t*>(rows[1]) + column;
+    for (int v = 0; v < NV; v += 2) pair_columns(a + v * kLanes, b + v * kLanes, x + v, x + v + 1);
+  }
 };
 
 struct F32Path {
@@ -89,13 +95,18 @@ struct F32Path {
   using Vec = F;
   static constexpr int kPer = 1;
   static constexpr int kBlockKeys = 64;
-  static constexpr bool kPairedV = false;
+  static constexpr bool kPaired = false;
   GANNET_INLINE Vec load(const Cell* p) { return loadu(p); }
   GANNET_INLINE Vec broadcast(const Cell* p) { return set1(*p); }
   GANNET_INLINE F step(F acc, Vec a, Vec b) { return fma(a, b, acc); }
   GANNET_INLINE void store_weights(Cell* p, int64_t stride, F first, F second) {
     storeu(p, first);
     storeu(p + stride, second);
+  }
+  template <int NV>
+  GANNET_INLINE void load_columns(const void* const* rows, int64_t column, Vec* x) {
+    const float* a = static_cast<const float*>(rows[0]) + column;
+    for (int v = 0; v < NV; ++v) x[v] = loadu(a + v * kLanes);
   }
 };
 
@@ -118,11 +129,12 @@ struct Problem {
 struct Scratch {
   int64_t* packed_for;  // [2] the group whose q is packed: item, first lane
   const std::byte** rows;  // [kSegmentKeys] addresses of the segment's cache rows
-  const void** block_rows; // [B] the block's rows as cells
+  const void** block_rows; // [B + 1] the block's rows as cells
   void* q;              // cells [sub-block][(R + P) / kPer][lanes of it]
   float* scores;        // [sub-block][B][lanes of it]
   void* weights;        // cells [sub-block][B / kPer][lanes of it]
-  void* values;         // bf16: pairs [panel][B / 2][columns of it]; fp32: converted rows [B][row stride]
+  void* converted;      // cells [B][converted_stride]: rows of a format that is not used as it lies
+  const void* no_row;   // zeros, the partner of a last odd key
   float* limit;         // [L] keys of the segment that the lane sees
   float* rescale;       // [L]
   float* m;             // [L] running maximum, in units of log2
@@ -235,15 +247,16 @@ GANNET_INLINE void softmax_vector(const float* scores, int64_t stride, int num_k
   // A lane without keys so far has -inf; 0 in its place keeps exp2(-inf - base) at 0 instead of NaN.
   const F base = select_less(minus_infinity, now, now, zero());
   const F shift = fast_exp2(sub(before, base));
+  const F minus_base = sub(zero(), base);
   F sum = zero();
   for (t = 0; t + 2 <= num_keys; t += 2) {
-    const F a = fast_exp2(sub(mul(score(t), factor), base));
-    const F b = fast_exp2(sub(mul(score(t + 1), factor), base));
+    const F a = fast_exp2(fma(score(t), factor, minus_base));
+    const F b = fast_exp2(fma(score(t + 1), factor, minus_base));
     sum = add(sum, add(a, b));
     P::store_weights(weights + t / P::kPer * stride, stride, a, b);
   }
   if (t < num_keys) {
-    const F a = fast_exp2(sub(mul(score(t), factor), base));
+    const F a = fast_exp2(fma(score(t), factor, minus_base));
     sum = add(sum, a);
     P::store_weights(weights + t / P::kPer * stride, stride, a, zero());
   }
@@ -254,111 +267,79 @@ GANNET_INLINE void softmax_vector(const float* scores, int64_t stride, int num_k
 
 // ---- weights times V ----------------------------------------------------------------------------------------------
 
-// Where a panel of V lies: pairs at a fixed stride, or the columns of the rows themselves.
-struct PairedValues {
-  const uint32_t* base;
-  int64_t stride;
-  GANNET_INLINE const uint32_t* at(const PairedValues& v, int64_t j) { return v.base + j * v.stride; }
-};
-struct RowValues {
-  const void* const* rows;
-  int64_t column;
-  GANNET_INLINE const float* at(const RowValues& v, int64_t j) { return static_cast<const float*>(v.rows[j]) + v.column; }
-};
-
-// o[lane][column] = rescale[lane] * o + sum over cells j of weights[j][lane] * v[j][column], for HH lanes and NV
-// vectors of columns.
-template <class P, int HH, int NV, class Values>
-GANNET_INLINE void value_tile(const typename P::Cell* weights, int64_t weight_stride, const Values& values, int64_t cells,
-                              float* o, int64_t o_stride, const float* rescale, bool fresh) {
+// o[lane][column] = rescale[lane] * o + sum over cells j of weights[j][lane] * V[j][column], for HH lanes and NV vectors
+// of columns from `column`. A cell of V is a row, or two rows of which the columns are paired on the way: the shuffles
+// run beside the dot products, so that was measured to be free, where pairs in a buffer cost stores and L1.
+template <class P, int HH, int NV>
+GANNET_INLINE void value_tile(const typename P::Cell* weights, int64_t weight_stride, const void* const* rows, int64_t column,
+                              int64_t cells, float* o, int64_t o_stride, const float* rescale, bool fresh) {
   F acc[HH][NV];
   for (int h = 0; h < HH; ++h) {
     const F factor = fresh ? zero() : set1(rescale[h]);
     for (int v = 0; v < NV; ++v) acc[h][v] = fresh ? zero() : mul(factor, loadu(o + h * o_stride + v * kLanes));
   }
   for (int64_t j = 0; j < cells; ++j) {
-    const typename P::Cell* x = Values::at(values, j);
-    typename P::Vec column[NV];
-    for (int v = 0; v < NV; ++v) column[v] = P::load(x + v * kLanes);
+    typename P::Vec x[NV];
+    P::template load_columns<NV>(rows + P::kPer * j, column, x);
     for (int h = 0; h < HH; ++h) {
       const typename P::Vec b = P::broadcast(weights + j * weight_stride + h);
-      for (int v = 0; v < NV; ++v) acc[h][v] = P::step(acc[h][v], column[v], b);
+      for (int v = 0; v < NV; ++v) acc[h][v] = P::step(acc[h][v], x[v], b);
     }
   }
   for (int h = 0; h < HH; ++h)
     for (int v = 0; v < NV; ++v) storeu(o + h * o_stride + v * kLanes, acc[h][v]);
 }
 
-template <class P, int NV, class Values>
-void value_lanes(const typename P::Cell* weights, int64_t weight_stride, const Values& values, int64_t cells, int num_lanes,
-                 float* o, int64_t o_stride, const float* rescale, bool fresh) {
-  constexpr int kTile = kVectorRegisters >= 32 ? 6 : 4;
-  int h = 0;
-  for (; h + kTile <= num_lanes; h += kTile)
-    value_tile<P, kTile, NV>(weights + h, weight_stride, values, cells, o + h * o_stride, o_stride, rescale + h, fresh);
-  for (; h + 2 <= num_lanes; h += 2)
-    value_tile<P, 2, NV>(weights + h, weight_stride, values, cells, o + h * o_stride, o_stride, rescale + h, fresh);
-  for (; h < num_lanes; ++h)
-    value_tile<P, 1, NV>(weights + h, weight_stride, values, cells, o + h * o_stride, o_stride, rescale + h, fresh);
+template <class P, int HH, int NV>
+GANNET_INLINE int value_tiles(int h, int num_lanes, const typename P::Cell* weights, int64_t weight_stride,
+                              const void* const* rows, int64_t column, int64_t cells, float* o, int64_t o_stride,
+                              const float* rescale, bool fresh) {
+  for (; h + HH <= num_lanes; h += HH)
+    value_tile<P, HH, NV>(weights + h, weight_stride, rows, column, cells, o + h * o_stride, o_stride, rescale + h, fresh);
+  return h;
 }
 
-// NV vectors of columns from column d + c of the panel at d, for lanes [from, to) of the sub-block at `sub`.
 template <class P, int NV>
-GANNET_INLINE void add_columns(const Problem& p, const Scratch& s, int64_t d, int64_t columns, int64_t c, int sub,
-                               int64_t sub_lanes, int from, int to, int64_t cells, float* o, bool fresh) {
-  constexpr int64_t kCells = P::kBlockKeys / P::kPer;
-  const auto* weights = static_cast<const typename P::Cell*>(s.weights) + sub * kCells + (from - sub);
-  float* oc = o + from * p.out_stride + d + c;
-  if constexpr (P::kPairedV) {
-    const PairedValues v{static_cast<const uint32_t*>(s.values) + d * kCells + c, columns};
-    value_lanes<P, NV>(weights, sub_lanes, v, cells, to - from, oc, p.out_stride, s.rescale + from, fresh);
-  } else {
-    const RowValues v{s.block_rows, d + c};
-    value_lanes<P, NV>(weights, sub_lanes, v, cells, to - from, oc, p.out_stride, s.rescale + from, fresh);
+void value_lanes(const typename P::Cell* weights, int64_t weight_stride, const void* const* rows, int64_t column,
+                 int64_t cells, int num_lanes, float* o, int64_t o_stride, const float* rescale, bool fresh) {
+  constexpr int kTile = kVectorRegisters >= 32 ? 6 : 4;
+  // Sixes, and fives for the last where that avoids a small rest: 16 = 6 + 5 + 5, 64 = 9 * 6 + 2 * 5.
+  int h = 0;
+  if constexpr (kTile == 6) {
+    const int fives = (6 - num_lanes % 6) % 6;
+    if (fives * 5 <= num_lanes) {
+      h = value_tiles<P, 6, NV>(h, num_lanes - 5 * fives, weights, weight_stride, rows, column, cells, o, o_stride, rescale,
+                                fresh);
+      value_tiles<P, 5, NV>(h, num_lanes, weights, weight_stride, rows, column, cells, o, o_stride, rescale, fresh);
+      return;
+    }
   }
+  h = value_tiles<P, 4, NV>(h, num_lanes, weights, weight_stride, rows, column, cells, o, o_stride, rescale, fresh);
+  h = value_tiles<P, 2, NV>(h, num_lanes, weights, weight_stride, rows, column, cells, o, o_stride, rescale, fresh);
+  value_tiles<P, 1, NV>(h, num_lanes, weights, weight_stride, rows, column, cells, o, o_stride, rescale, fresh);
 }
 
 // The lanes [lane0, lane0 + num_lanes) of a group over the first `cells` cells of the block. A panel of V (16 KiB as
-// bf16 pairs) stays in L1 while all lanes pass.
+// bf16) stays in L1 while all lanes pass.
 template <class P>
 void add_values(const Problem& p, const Scratch& s, int group_lanes, int lane0, int num_lanes, int64_t cells, float* o,
                 bool fresh) {
-  for (int64_t d = 0; d < p.out_stride; d += kPanel) {
-    const int64_t columns = smaller(kPanel, p.out_stride - d);
+  constexpr int64_t kCells = P::kBlockKeys / P::kPer;
+  constexpr int64_t kColumns = kSubVectors * kLanes;
+  for (int64_t d = 0; d < p.out_stride;) {
+    const bool whole = d + kColumns <= p.out_stride;
     for (int sub = lane0 / kSubLanes * kSubLanes; sub < lane0 + num_lanes; sub += kSubLanes) {
       const int from = lane0 > sub ? lane0 : sub;
       const int to = static_cast<int>(smaller(lane0 + num_lanes, sub + kSubLanes));
       const int64_t lanes = smaller(kSubLanes, group_lanes - sub);
-      int64_t c = 0;
-      for (; c + kSubVectors * kLanes <= columns; c += kSubVectors * kLanes)
-        add_columns<P, kSubVectors>(p, s, d, columns, c, sub, lanes, from, to, cells, o, fresh);
-      for (; c < columns; c += kLanes) add_columns<P, 1>(p, s, d, columns, c, sub, lanes, from, to, cells, o, fresh);
+      const auto* weights = static_cast<const typename P::Cell*>(s.weights) + sub * kCells + (from - sub);
+      float* od = o + from * p.out_stride + d;
+      if (whole)
+        value_lanes<P, kSubVectors>(weights, lanes, s.block_rows, d, cells, to - from, od, p.out_stride, s.rescale + from, fresh);
+      else
+        value_lanes<P, P::kPer>(weights, lanes, s.block_rows, d, cells, to - from, od, p.out_stride, s.rescale + from, fresh);
     }
-  }
-}
-
-// Two keys at a time: values[panel][key / 2][column] = (row of key, row of key + 1).
-GANNET_INLINE void pair_values(const Problem& p, const Scratch& s, int num_keys) {
-  constexpr int64_t kCells = Bf16Path::kBlockKeys / 2;
-  uint32_t* values = static_cast<uint32_t*>(s.values);
-  for (int t = 0; t < num_keys; t += 2) {
-    const auto* a = static_cast<const uint16_t*>(s.block_rows[t]);
-    const auto* b = static_cast<const uint16_t*>(s.block_rows[t + 1 < num_keys ? t + 1 : t]);
-    for (int64_t d = 0; d < p.latent_dim; d += kPanel) {
-      const int64_t columns = smaller(kPanel, p.latent_dim - d);
-      uint32_t* to = values + d * kCells + t / 2 * columns;
-      for (int64_t c = 0; c < columns; c += 2 * kLanes) interleave2(a + d + c, b + d + c, to + c);
-    }
-  }
-}
-
-// Takes the second key out of a pair: 0 * NaN would be NaN.
-GANNET_INLINE void drop_second(const Problem& p, const Scratch& s, int pair) {
-  constexpr int64_t kCells = Bf16Path::kBlockKeys / 2;
-  for (int64_t d = 0; d < p.latent_dim; d += kPanel) {
-    const int64_t columns = smaller(kPanel, p.latent_dim - d);
-    uint32_t* to = static_cast<uint32_t*>(s.values) + d * kCells + pair * columns;
-    for (int64_t c = 0; c < columns; ++c) to[c] &= 0xffffu;
+    d += whole ? kColumns : P::kPer * kLanes;
   }
 }
 
@@ -368,7 +349,7 @@ GANNET_INLINE void drop_second(const Problem& p, const Scratch& s, int pair) {
 // part stays inside the row.
 template <class P>
 bool rows_are_cells(const Problem& p) {
-  if constexpr (P::kPairedV) return p.format == LatentFormat::kBf16;
+  if constexpr (P::kPaired) return p.format == LatentFormat::kBf16;
   else return p.format == LatentFormat::kF32 && p.out_stride <= p.width;
 }
 
@@ -398,16 +379,15 @@ template <class P>
 void load_block(const Problem& p, const Scratch& s, const std::byte* const* rows, int num_keys) {
   if (rows_are_cells<P>(p)) {
     for (int t = 0; t < num_keys; ++t) s.block_rows[t] = rows[t];
-  } else if constexpr (!P::kPairedV) {
+  } else if constexpr (!P::kPaired) {
     const int64_t stride = converted_stride(p);
     for (int t = 0; t < num_keys; ++t) {
-      float* to = static_cast<float*>(s.values) + t * stride;
+      float* to = static_cast<float*>(s.converted) + t * stride;
       convert_row(p, rows[t], to);
       for (int64_t c = p.width; c < p.out_stride; ++c) to[c] = 0.0f;
       s.block_rows[t] = to;
     }
   }
-  if constexpr (P::kPairedV) pair_values(p, s, num_keys);
 }
 
 // ---- a unit -------------------------------------------------------------------------------------------------------
@@ -418,35 +398,45 @@ struct Group {
   int num_lanes;
 };
 
+// kLanes cells of a lane's q, as words; what lies beyond its end is 0.
+template <class P>
+GANNET_INLINE W load_q(const TensorView& q, int64_t row, int64_t head, int64_t cell, int64_t cells) {
+  if constexpr (P::kPaired) {
+    const uint16_t* from = element<uint16_t>(q, row, head) + 2 * cell;
+    if (cell + kLanes <= cells) return load_w(reinterpret_cast<const uint32_t*>(from));
+    uint32_t tail[kLanes] = {};
+    std::memcpy(tail, from, static_cast<size_t>(cells - cell) * 4);
+    return load_w(tail);
+  } else if (q.dtype == DType::kF32) {
+    const float* from = element<float>(q, row, head) + cell;
+    return (W)(cell + kLanes <= cells ? loadu(from) : loadu_n(from, static_cast<int>(cells - cell)));
+  } else {
+    const uint16_t* from = element<uint16_t>(q, row, head) + cell;
+    if (cell + kLanes <= cells) return (W)load_bf16(from);
+    uint16_t tail[kLanes] = {};
+    std::memcpy(tail, from, static_cast<size_t>(cells - cell) * 2);
+    return (W)load_bf16(tail);
+  }
+}
+
 // q of the group's lanes as cells [sub-block][cell][lane]; lanes that fill up the last vector are 0.
 template <class P>
 void pack_q(const Problem& p, const Group& g, typename P::Cell* packed) {
-  using Cell = typename P::Cell;
   const int64_t cells = p.width / P::kPer;
   const int padded = static_cast<int>(round_up(g.num_lanes, kLanes));
-  for (int sub = 0; sub < padded; sub += kSubLanes) {
+  for (int lane0 = 0; lane0 < padded; lane0 += kLanes) {
+    const int sub = lane0 / kSubLanes * kSubLanes;
     const int64_t lanes = smaller(kSubLanes, padded - sub);
-    Cell* to = packed + sub * cells;
-    for (int64_t l = 0; l < lanes; ++l) {
-      const int64_t lane = sub + l;
-      if (lane >= g.num_lanes) {
-        for (int64_t c = 0; c < cells; ++c) to[c * lanes + l] = Cell{};
-        continue;
+    auto* to = reinterpret_cast<uint32_t*>(packed) + sub * cells + (lane0 - sub);
+    for (int64_t c = 0; c < cells; c += kLanes) {
+      W m[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        const int64_t at = g.head0 + lane0 + i;
+        m[i] = lane0 + i < g.num_lanes ? load_q<P>(p.q, g.row0 + at / p.num_heads, at % p.num_heads, c, cells) : set1_w(0);
       }
-      const int64_t row = g.row0 + (g.head0 + lane) / p.num_heads, head = (g.head0 + lane) % p.num_heads;
-      if constexpr (P::kPairedV) {
-        const uint16_t* from = element<uint16_t>(p.q, row, head);
-        for (int64_t c = 0; c < cells; ++c) std::memcpy(to + c * lanes + l, from + 2 * c, sizeof(Cell));
-      } else if (p.q.dtype == DType::kF32) {
-        const float* from = element<float>(p.q, row, head);
-        for (int64_t c = 0; c < cells; ++c) to[c * lanes + l] = from[c];
-      } else {
-        const uint16_t* from = element<uint16_t>(p.q, row, head);
-        for (int64_t c = 0; c < cells; ++c) {
-          const uint32_t word = static_cast<uint32_t>(from[c]) << 16;
-          std::memcpy(to + c * lanes + l, &word, sizeof word);
-        }
-      }
+      transpose_words(m);
+      const int n = static_cast<int>(smaller(kLanes, cells - c));
+      for (int i = 0; i < n; ++i) store_w(to + (c + i) * lanes, m[i]);
     }
   }
 }
@@ -487,8 +477,8 @@ void attend_segment(const Problem& p, const Scratch& s, const Run* runs, int num
                                    m + lane, z + lane, s.rescale + lane);
       }
     }
-    // Rows with the same number of visible keys go together; from the longest to the shortest, so that a key that is
-    // dropped from V is not missed later.
+    // Rows with the same number of visible keys go together, from the longest to the shortest: a key that they pair
+    // with none (0 * NaN would be NaN) is not missed later.
     const auto keys_of = [&](int i) __attribute__((always_inline)) {
       const int64_t k = smaller(runs[i].keys - b, num_keys);
       return static_cast<int>(k > 0 ? k : 0);
@@ -498,8 +488,8 @@ void attend_segment(const Problem& p, const Scratch& s, const Run* runs, int num
       int first = last;
       while (first > 0 && keys_of(first - 1) == keys) --first;
       if (keys > 0) {
-        if constexpr (P::kPairedV) {
-          if (keys % 2 != 0) drop_second(p, s, keys / 2);
+        if constexpr (P::kPaired) {
+          if (keys % 2 != 0) s.block_rows[keys] = s.no_row;
         }
         add_values<P>(p, s, padded, runs[first].lane0, runs[last].lane0 + runs[last].num_lanes - runs[first].lane0,
                       (keys + P::kPer - 1) / P::kPer, o, fresh);
@@ -512,6 +502,7 @@ void attend_segment(const Problem& p, const Scratch& s, const Run* runs, int num
 // ---- results ------------------------------------------------------------------------------------------------------
 
 // z is 0 only where there was no key, and o was never written then.
+template <class P>
 GANNET_INLINE void write_row(const Problem& p, int64_t row, int64_t head, const float* o, float m, float z) {
   const bool none = z == 0.0f;
   if (p.lse.given()) {
@@ -519,21 +510,30 @@ GANNET_INLINE void write_row(const Problem& p, int64_t row, int64_t head, const 
     *element<float>(p.lse, row, head) = none ? -kInfinity : lse == lse ? lse : __builtin_nanf("");
   }
   const F factor = set1(none ? 0.0f : p.out_scale / z);
-  const auto result = [&](int64_t c) __attribute__((always_inline)) {
-    return none ? zero() : canonical_nan(mul(loadu(o + c), factor));
-  };
-  int64_t c = 0;
-  if (p.out.dtype == DType::kF32) {
-    float* to = element<float>(p.out, row, head);
-    for (; c + kLanes <= p.latent_dim; c += kLanes) storeu(to + c, result(c));
-    if (c < p.latent_dim) storeu_n(to + c, result(c), static_cast<int>(p.latent_dim - c));
-  } else {
-    uint16_t* to = element<uint16_t>(p.out, row, head);
-    for (; c + kLanes <= p.latent_dim; c += kLanes) store_bf16(to + c, result(c));
-    if (c < p.latent_dim) {
+  const auto result = [&](F x) __attribute__((always_inline)) { return none ? zero() : canonical_nan(mul(x, factor)); };
+  auto* const floats = p.out.dtype == DType::kF32 ? element<float>(p.out, row, head) : nullptr;
+  auto* const halves = p.out.dtype == DType::kF32 ? nullptr : element<uint16_t>(p.out, row, head);
+  const auto write = [&](int64_t c, F x) __attribute__((always_inline)) {
+    const int64_t n = p.latent_dim - c;
+    if (floats != nullptr) {
+      if (n >= kLanes) storeu(floats + c, x);
+      else storeu_n(floats + c, x, static_cast<int>(n));
+    } else if (n >= kLanes) {
+      store_bf16(halves + c, x);
+    } else {
       uint16_t tail[kLanes];
-      store_bf16(tail, result(c));
-      for (int64_t i = 0; c < p.latent_dim; ++c, ++i) to[c] = tail[i];
+      store_bf16(tail, x);
+      std::memcpy(halves + c, tail, static_cast<size_t>(n) * 2);
+    }
+  };
+  for (int64_t c = 0; c < p.latent_dim; c += P::kPer * kLanes) {
+    if constexpr (P::kPaired) {
+      F first, second;
+      ordered(loadu(o + c), loadu(o + c + kLanes), &first, &second);
+      write(c, result(first));
+      write(c + kLanes, result(second));
+    } else {
+      write(c, result(loadu(o + c)));
     }
   }
 }
@@ -552,6 +552,7 @@ GANNET_INLINE State state_at(const Problem& p, float* base, int64_t i) {
 
 // Lanes [lane0, lane0 + kLanes) of a group: merges the states of consecutive segments in their order, one after the
 // other: m' = max(m, m_s), o' = o 2^(m - m') + o_s 2^(m_s - m'). A segment without keys for a lane is not read.
+template <class P>
 void merge_lanes(const Problem& p, const Group& g, const MergeJob& job, float* partials, const State& carry_in,
                  const State& carry_out, int lane0, float* factors) {
   float m_lanes[kLanes], z_lanes[kLanes];
@@ -595,7 +596,8 @@ void merge_lanes(const Problem& p, const Group& g, const MergeJob& job, float* p
     }
     if (job.finishes) {
       const int64_t at = g.head0 + lane0 + i;
-      write_row(p, g.row0 + at / p.num_heads, at % p.num_heads, so_far, m_lanes[i], z_lanes[i]);
+      write_row<P>(p, g.row0 + at / p.num_heads, at % p.num_heads, so_far != nullptr ? so_far : o, m_lanes[i],
+                   z_lanes[i]);
     } else if (so_far != nullptr && so_far != o) {
       std::memcpy(o, so_far, static_cast<size_t>(p.out_stride) * sizeof(float));
     }
@@ -610,21 +612,20 @@ void merge_lanes(const Problem& p, const Group& g, const MergeJob& job, float* p
 
 template <class P>
 struct Sizes {
-  int64_t rows, block_rows, q, scores, weights, values, lane, o;
+  int64_t rows, block_rows, q, scores, weights, converted, no_row, lane, o;
   explicit Sizes(const Problem& p) {
     const int64_t lanes = p.max_lanes;
     rows = round_up(kSegmentKeys * int64_t{sizeof(void*)}, 64);
-    block_rows = round_up(P::kBlockKeys * int64_t{sizeof(void*)}, 64);
+    block_rows = round_up((P::kBlockKeys + 1) * int64_t{sizeof(void*)}, 64);
     q = round_up(lanes * (p.width / P::kPer) * 4, 64);
     scores = round_up(lanes * P::kBlockKeys * 4, 64);
     weights = round_up(lanes * P::kBlockKeys / P::kPer * 4, 64);
-    values = P::kPairedV            ? P::kBlockKeys / 2 * p.out_stride * 4
-             : rows_are_cells<P>(p) ? 0
-                                    : round_up(P::kBlockKeys * converted_stride(p) * 4, 64);
+    converted = rows_are_cells<P>(p) ? 0 : round_up(P::kBlockKeys * converted_stride(p) * 4, 64);
+    no_row = P::kPaired ? round_up(p.latent_dim * 2, 64) : 0;
     lane = round_up(lanes * 4, 64);
     o = round_up(lanes * p.out_stride * 4, 64);
   }
-  int64_t total() const { return 64 + rows + block_rows + q + scores + weights + values + 4 * lane + o; }
+  int64_t total() const { return 64 + rows + block_rows + q + scores + weights + converted + no_row + 4 * lane + o; }
 };
 
 template <class P>
@@ -642,7 +643,8 @@ Scratch scratch_at(const Problem& p, std::byte* at) {
   s.q = take(z.q);
   s.scores = reinterpret_cast<float*>(take(z.scores));
   s.weights = take(z.weights);
-  s.values = take(z.values);
+  s.converted = take(z.converted);
+  s.no_row = take(z.no_row);
   s.limit = reinterpret_cast<float*>(take(z.lane));
   s.rescale = reinterpret_cast<float*>(take(z.lane));
   s.m = reinterpret_cast<float*>(take(z.lane));
@@ -687,6 +689,7 @@ void run_on(const Problem& p, const Source& source, int64_t max_segments, const 
   for (int w = 0; w < num_workers; ++w) {
     const Scratch s = scratch_at<P>(p, worker_memory + w * per_worker);
     s.packed_for[0] = -1;
+    if constexpr (P::kPaired) std::memset(const_cast<void*>(s.no_row), 0, static_cast<size_t>(p.latent_dim) * 2);
   }
 
   const auto group_at = [&](int64_t item, int64_t first_lane) {
@@ -723,7 +726,7 @@ void run_on(const Problem& p, const Source& source, int64_t max_segments, const 
     attend_segment<P>(p, s, runs, num_runs, g.num_lanes, n, state.m, state.z, state.o);
     if (u.partial >= 0) return;
     for (int lane = 0; lane < g.num_lanes; ++lane)
-      write_row(p, g.row0 + (g.head0 + lane) / p.num_heads, (g.head0 + lane) % p.num_heads, s.o + lane * p.out_stride,
+      write_row<P>(p, g.row0 + (g.head0 + lane) / p.num_heads, (g.head0 + lane) % p.num_heads, s.o + lane * p.out_stride,
                 s.m[lane], s.z[lane]);
   };
 
@@ -734,7 +737,7 @@ void run_on(const Problem& p, const Source& source, int64_t max_segments, const 
     const int lane0 = static_cast<int>(index % vectors) * kLanes;
     if (lane0 >= g.num_lanes) return;
     auto* factors = reinterpret_cast<float*>(worker_memory + worker * per_worker + Sizes<P>(p).total());
-    merge_lanes(p, g, job, states, state_at(p, states, max_partials + carry), state_at(p, states, max_partials + 1 - carry),
+    merge_lanes<P>(p, g, job, states, state_at(p, states, max_partials + carry), state_at(p, states, max_partials + 1 - carry),
                 lane0, factors);
   };
 
