@@ -58,11 +58,11 @@ void DenseDelegate::attend_all(const AttendCall& call) {
 
 void DenseDelegate::check_prefill(const char* call, const DensePrefillCall& args, bool lse_required) const {
   const AttentionConfig& c = core_.config();
+  const int64_t rows = core_.active_step(call).rows(StepRows::kPrefill).size();
   if (c.qk_nope_head_dim < 1 || c.v_head_dim < 1)
     core_.refuse(call, "qk_nope_head_dim is {} and v_head_dim {} in the config; dense prefill needs both",
                  c.qk_nope_head_dim, c.v_head_dim);
   core_.layer(call, args.layer);
-  const int64_t rows = core_.active_step(call).rows(StepRows::kPrefill).size();
   if (rows == 0) return;
   core_.check_float(call, "q", args.q, {rows, c.num_heads, c.qk_nope_head_dim + c.geometry.rope_dim});
   core_.check_typed(call, "k_nope", args.k_nope, args.q.dtype, {rows, c.num_heads, c.qk_nope_head_dim});
