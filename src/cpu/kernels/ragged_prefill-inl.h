@@ -84,13 +84,14 @@ GANNET_INLINE F keep_from(F x, int64_t n, uint32_t fill_bits) {
   return (F)(((W)x & keep) | (set1_w(fill_bits) & ~keep));
 }
 
-// Sizes of one problem and the scratch of one worker.
+// Sizes of one problem and the scratch of one worker. The operation accepts widths that are multiples of 16 only, so
+// there are whole words and whole vectors everywhere.
+static_assert(16 % kLanes == 0);
 struct Shape {
   int64_t key_words;  // words of a key
   int64_t own;        // values of a key that are the head's own; the others are k_rope's
   int64_t shared;
   int64_t value_dim;
-  int64_t value_stride;  // value_dim rounded up to whole vectors
   int tile_rows;
   float scale;  // softmax_scale * log2(e)
 };
@@ -98,10 +99,10 @@ struct Shape {
 struct Scratch {
   uint32_t* q;   // [groups][key_words][kGroupRows]
   uint32_t* k;   // [kKeyBlock][key_words]
-  uint32_t* v;   // [kKeyBlock / kValues][value_stride]
+  uint32_t* v;   // [kKeyBlock / kValues][value_dim]
   uint32_t* p;   // [kKeyBlock / kValues][kGroupRows]
   float* s;      // [kKeyBlock][kGroupRows]
-  float* o;      // [kMaxTileRows][value_stride]
+  float* o;      // [kMaxTileRows][value_dim]
   float* max;    // [kMaxTileRows], in units of log2
   float* sum;    // [kMaxTileRows]
   float* ratio;  // [kGroupRows], what the block multiplies earlier sums with
@@ -121,10 +122,10 @@ GANNET_INLINE std::byte* lay_out(std::byte* base, const Shape& shape, int values
   const int64_t words = kKeyBlock / values_per_word;
   s.q = take<uint32_t>(base, kMaxTileRows * shape.key_words);
   s.k = take<uint32_t>(base, kKeyBlock * shape.key_words);
-  s.v = take<uint32_t>(base, words * shape.value_stride);
+  s.v = take<uint32_t>(base, words * shape.value_dim);
   s.p = take<uint32_t>(base, words * kGroupRows);
   s.s = take<float>(base, kKeyBlock * kGroupRows);
-  s.o = take<float>(base, kMaxTileRows * shape.value_stride);
+  s.o = take<float>(base, kMaxTileRows * shape.value_dim);
   s.max = take<float>(base, kMaxTileRows);
   s.sum = take<float>(base, kMaxTileRows);
   s.ratio = take<float>(base, kGroupRows);
@@ -133,8 +134,7 @@ GANNET_INLINE std::byte* lay_out(std::byte* base, const Shape& shape, int values
 
 // ---- step 0: the tile's queries as [group][word][row] ----
 template <class T>
-void pack_q(const typename T::Value* q, int64_t row_stride, int64_t width, int num_rows, const Shape& shape,
-            uint32_t* out) {
+void pack_q(const typename T::Value* q, int64_t row_stride, int num_rows, const Shape& shape, uint32_t* out) {
   for (int g = 0; g * kGroupRows < num_rows; ++g) {
     uint32_t* group = out + g * shape.key_words * kGroupRows;
     for (int r = 0; r < kGroupRows; ++r) {
@@ -144,13 +144,7 @@ void pack_q(const typename T::Value* q, int64_t row_stride, int64_t width, int n
         continue;
       }
       const typename T::Value* from = q + row * row_stride;
-      for (int64_t w = 0; w < width / T::kValues; ++w)
-        std::memcpy(group + w * kGroupRows + r, from + w * T::kValues, 4);
-      if (width % T::kValues != 0) {
-        uint32_t last = 0;
-        std::memcpy(&last, from + width - 1, sizeof(typename T::Value));
-        group[(shape.key_words - 1) * kGroupRows + r] = last;
-      }
+      for (int64_t w = 0; w < shape.key_words; ++w) std::memcpy(group + w * kGroupRows + r, from + w * T::kValues, 4);
     }
   }
 }
@@ -162,33 +156,28 @@ void pack_k(const typename T::Value* k, int64_t stride, const typename T::Value*
   const size_t own_bytes = static_cast<size_t>(shape.own) * sizeof(typename T::Value);
   const size_t shared_bytes = static_cast<size_t>(shape.shared) * sizeof(typename T::Value);
   for (int t = 0; t < count; ++t, out += shape.key_words) {
-    if ((shape.own + shape.shared) % T::kValues != 0) out[shape.key_words - 1] = 0;
     std::memcpy(out, k + t * stride, own_bytes);
     if (shared_bytes > 0)
       std::memcpy(reinterpret_cast<std::byte*>(out) + own_bytes, rope + t * rope_stride, shared_bytes);
   }
 }
 
-GANNET_INLINE void pack_v_row_pair(const uint16_t* a, const uint16_t* b, int64_t dim, int64_t stride, uint32_t* out) {
-  int64_t d = 0;
-  if (b != nullptr)
-    for (; d + 2 * kLanes <= dim; d += 2 * kLanes) interleave2(a + d, b + d, out + d);
-  for (; d < dim; ++d) out[d] = static_cast<uint32_t>(a[d]) | (b != nullptr ? static_cast<uint32_t>(b[d]) << 16 : 0u);
-  for (; d < stride; ++d) out[d] = 0;
-}
-
+// The upper halves of the last of an odd number of keys are 0.
 GANNET_INLINE void pack_v(const uint16_t* v, int64_t row_stride, int count, const Shape& shape, uint32_t* out) {
-  for (int t = 0; t < count; t += 2, out += shape.value_stride) {
-    const uint16_t* second = t + 1 < count ? v + (t + 1) * row_stride : nullptr;
-    pack_v_row_pair(v + t * row_stride, second, shape.value_dim, shape.value_stride, out);
+  for (int t = 0; t < count; t += 2, out += shape.value_dim) {
+    const uint16_t* a = v + t * row_stride;
+    const uint16_t* b = t + 1 < count ? a + row_stride : nullptr;
+    int64_t d = 0;
+    if (b != nullptr)
+      for (; d + 2 * kLanes <= shape.value_dim; d += 2 * kLanes) interleave2(a + d, b + d, out + d);
+    for (; d < shape.value_dim; ++d)
+      out[d] = static_cast<uint32_t>(a[d]) | (b != nullptr ? static_cast<uint32_t>(b[d]) << 16 : 0u);
   }
 }
 
 GANNET_INLINE void pack_v(const float* v, int64_t row_stride, int count, const Shape& shape, uint32_t* out) {
-  for (int t = 0; t < count; ++t, out += shape.value_stride) {
+  for (int t = 0; t < count; ++t, out += shape.value_dim)
     std::memcpy(out, v + t * row_stride, static_cast<size_t>(shape.value_dim) * sizeof(float));
-    for (int64_t d = shape.value_dim; d < shape.value_stride; ++d) out[d] = 0;
-  }
 }
 
 // ---- step 2: s[key][row] (+)= sum over words of q[word][row] . k[key][word], for KEYS keys and VECTORS vectors ----
@@ -313,15 +302,15 @@ GANNET_INLINE void output_row_rest(const uint32_t* p, const uint32_t* v, int64_t
 // ROWS rows; row r sees keys t < full + r of the block (all of them where full >= num_keys).
 template <class T, int ROWS>
 GANNET_INLINE void output_step(const Scratch& w, int row, int num_keys, int64_t full, const Shape& shape, float* o) {
-  float* out = o + row * shape.value_stride;
+  float* out = o + row * shape.value_dim;
   const int64_t least = clamp(full + row, 0, num_keys);
   const bool same = least == num_keys;
   const int64_t words = same ? (num_keys + T::kValues - 1) / T::kValues : least / T::kValues;
-  output_rows<T, ROWS>(w.p + row, w.v, shape.value_stride, words, out, w.ratio + row);
+  output_rows<T, ROWS>(w.p + row, w.v, shape.value_dim, words, out, w.ratio + row);
   if (same) return;
   for (int i = 0; i < ROWS; ++i)
-    output_row_rest<T>(w.p + row + i, w.v, shape.value_stride, words, clamp(full + row + i, 0, num_keys),
-                       out + i * shape.value_stride);
+    output_row_rest<T>(w.p + row + i, w.v, shape.value_dim, words, clamp(full + row + i, 0, num_keys),
+                       out + i * shape.value_dim);
 }
 
 // Rows [0, num_rows) of a group.
@@ -353,7 +342,7 @@ void group_block(const Scratch& w, int group, int num_rows, int num_keys, int64_
     softmax<T>(w.s + at, num_keys, full + at, shape.scale, w.max + group * kGroupRows + at,
                w.sum + group * kGroupRows + at, w.ratio + at, w.p + at);
   }
-  outputs<T>(w, num_rows, num_keys, full, shape, w.o + group * kGroupRows * shape.value_stride);
+  outputs<T>(w, num_rows, num_keys, full, shape, w.o + group * kGroupRows * shape.value_dim);
 }
 
 GANNET_INLINE void write_row(const TensorView& out, int64_t row, int64_t head, const float* o, float sum,
@@ -361,16 +350,8 @@ GANNET_INLINE void write_row(const TensorView& out, int64_t row, int64_t head, c
   const F divisor = set1(sum);
   for (int64_t d = 0; d < shape.value_dim; d += kLanes) {
     const F x = o != nullptr ? loadu(o + d) / divisor : zero();
-    const int n = static_cast<int>(min64(kLanes, shape.value_dim - d));
-    if (out.dtype == DType::kF32) {
-      storeu_n(out.ptr<float>(row, head) + d, x, n);
-    } else if (n == kLanes) {
-      store_bf16(out.ptr<uint16_t>(row, head) + d, x);
-    } else {
-      uint16_t tail[kLanes];
-      store_bf16(tail, x);
-      std::memcpy(out.ptr<uint16_t>(row, head) + d, tail, static_cast<size_t>(n) * sizeof(uint16_t));
-    }
+    if (out.dtype == DType::kF32) storeu(out.ptr<float>(row, head) + d, x);
+    else store_bf16(out.ptr<uint16_t>(row, head) + d, x);
   }
 }
 
@@ -390,8 +371,8 @@ void run_tile(const RaggedPrefill& a, const Tile& tile, int64_t head, const Shap
   const int64_t step = a.causal ? 1 : 0;
   const int64_t visible = clamp(tile.bound + step * (tile.num_rows - 1), 0, tile.num_keys);
   if (visible > 0) {
-    pack_q<T>(a.q.ptr<Value>(tile.q_row, head), a.q.stride[0], a.q.shape[2], tile.num_rows, shape, w.q);
-    for (int64_t i = 0; i < tile.num_rows * shape.value_stride; ++i) w.o[i] = 0.0f;
+    pack_q<T>(a.q.ptr<Value>(tile.q_row, head), a.q.stride[0], tile.num_rows, shape, w.q);
+    for (int64_t i = 0; i < tile.num_rows * shape.value_dim; ++i) w.o[i] = 0.0f;
     for (int i = 0; i < kMaxTileRows; ++i) {
       w.sum[i] = 0.0f;
       std::memcpy(w.max + i, &kMinusInfinityBits, sizeof(float));
@@ -414,7 +395,7 @@ void run_tile(const RaggedPrefill& a, const Tile& tile, int64_t head, const Shap
   }
   for (int r = 0; r < tile.num_rows; ++r) {
     const bool empty = clamp(tile.bound + step * r, 0, tile.num_keys) == 0;
-    write_row(a.out, tile.q_row + r, head, empty ? nullptr : w.o + r * shape.value_stride, w.sum[r], shape);
+    write_row(a.out, tile.q_row + r, head, empty ? nullptr : w.o + r * shape.value_dim, w.sum[r], shape);
     if (!a.lse.given()) continue;
     float* lse = a.lse.ptr<float>(tile.q_row + r, head);
     if (empty) std::memcpy(lse, &kMinusInfinityBits, sizeof(float));
@@ -427,9 +408,8 @@ GANNET_INLINE Shape shape_of(const RaggedPrefill& a) {
   Shape s;
   s.own = a.k.shape[2];
   s.shared = a.q.shape[2] - s.own;
-  s.key_words = (a.q.shape[2] + values - 1) / values;
+  s.key_words = a.q.shape[2] / values;
   s.value_dim = a.v.shape[2];
-  s.value_stride = round_up(s.value_dim, kLanes);
   s.tile_rows = kMaxTileRows;
   s.scale = a.softmax_scale * kLog2E;
   return s;
