@@ -50,7 +50,7 @@ void attend(const TensorView& q, const LatentCacheView& cache, std::span<const i
   std::vector<double> sum(heads, 0.0);
   std::vector<double> max(heads, kNoKeys);
   for (size_t h = 0; h < heads; ++h) {
-    max[h] = largest(&score[h * n], n);
+    max[h] = largest(score.data() + h * n, n);
     for (size_t t = 0; t < n; ++t) {
       score[h * n + t] = std::exp(score[h * n + t] - max[h]);
       sum[h] += score[h * n + t];
