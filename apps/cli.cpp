@@ -1,0 +1,128 @@
+#include "cli.h"
+
+#include <fmt/core.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdio>
+
+namespace gannet::cli {
+namespace {
+
+volatile std::sig_atomic_t interrupt_seen = 0;
+
+extern "C" void on_interrupt(int) {
+  interrupt_seen = 1;
+  std::signal(SIGINT, SIG_DFL);
+}
+
+constexpr int kBarWidth = 30;
+
+}  // namespace
+
+void refuse(const std::string& option, const std::string& value, const std::string& accepted) {
+  throw Error(ErrorCode::kInvalidArgument, fmt::format("{} is {}; accepted: {}", option, value, accepted));
+}
+
+void add_machine_options(CLI::App& command, MachineOptions& options) {
+  command.add_option("--threads", options.threads, "Threads; 0: as many as this process may run on")
+      ->envname("GANNET_THREADS")
+      ->check(CLI::Range(0, 4096))
+      ->capture_default_str();
+  command
+      .add_option(
+          "--impl", options.impl,
+          "Implementation to force for every attention operation (see gannet info); default: the best that runs here")
+      ->envname("GANNET_IMPL");
+}
+
+Machine::Machine(const MachineOptions& options) : pool({.num_threads = options.threads}), context{.executor = &pool} {}
+
+void add_cache_options(CLI::App& command, CacheOptions& options) {
+  command.add_option("--kv-dtype", options.kv_dtype, "Latent cache: fp32 or bf16")->capture_default_str();
+  command.add_option("--index-dtype", options.index_dtype, "Index-key cache of sparse models: fp32, bf16 or fp8")
+      ->capture_default_str();
+  command
+      .add_option("--page-size", options.page_size, "Tokens of a page: 32 or 64 for dense models, 64 for sparse ones")
+      ->capture_default_str();
+}
+
+LatentFormat latent_format(const std::string& name) {
+  if (name == "fp32") return LatentFormat::kF32;
+  if (name == "bf16") return LatentFormat::kBf16;
+  refuse("--kv-dtype", name, "fp32, bf16");
+}
+
+IndexKFormat index_format(const std::string& name) {
+  if (name == "fp32") return IndexKFormat::kF32;
+  if (name == "bf16") return IndexKFormat::kBf16;
+  if (name == "fp8") return IndexKFormat::kE4m3;
+  refuse("--index-dtype", name, "fp32, bf16, fp8");
+}
+
+void warn_unknown_tensors(const Decoder& decoder) {
+  constexpr size_t kShown = 3;
+  const std::vector<std::string>& names = decoder.unknown_tensors();
+  for (size_t i = 0; i < std::min(names.size(), kShown); ++i)
+    std::fprintf(stderr, "gannet: warning: tensor %s is not part of this model and is not used\n", names[i].c_str());
+  if (names.size() > kShown)
+    std::fprintf(stderr, "gannet: warning: and %zu more tensors that are not used\n", names.size() - kShown);
+}
+
+std::string Table::text() const {
+  size_t width = 0;
+  for (const auto& [name, value] : rows_) width = std::max(width, name.size());
+  std::string out;
+  for (const auto& [name, value] : rows_) out += fmt::format("{:<{}}  {}\n", name, width, value);
+  return out;
+}
+
+std::string bytes_text(double bytes) {
+  constexpr const char* kUnits[] = {"B", "kB", "MB", "GB", "TB"};
+  size_t unit = 0;
+  while (bytes >= 1000.0 && unit + 1 < std::size(kUnits)) {
+    bytes /= 1000.0;
+    ++unit;
+  }
+  return unit == 0 ? fmt::format("{:.0f} B", bytes) : fmt::format("{:.1f} {}", bytes, kUnits[unit]);
+}
+
+ProgressBar::ProgressBar(std::string label, int64_t total)
+    : label_(std::move(label)), total_(total), visible_(total > 0 && isatty(STDERR_FILENO) == 1) {}
+
+void ProgressBar::update(int64_t amount) {
+  if (!visible_) return;
+  const int per_mille = static_cast<int>(std::clamp<int64_t>(amount, 0, total_) * 1000 / total_);
+  if (per_mille == shown_) return;
+  shown_ = per_mille;
+  const auto filled = static_cast<size_t>(per_mille * kBarWidth / 1000);
+  std::fputs(fmt::format("\r{} [{}{}] {:3d} %", label_, std::string(filled, '#'),
+                         std::string(static_cast<size_t>(kBarWidth) - filled, ' '), per_mille / 10)
+                 .c_str(),
+             stderr);
+  std::fflush(stderr);
+}
+
+void ProgressBar::done() {
+  if (!visible_ || shown_ < 0) return;
+  std::fputs("\r\x1b[K", stderr);
+  std::fflush(stderr);
+  shown_ = -1;
+}
+
+void catch_interrupts() {
+  interrupt_seen = 0;
+  std::signal(SIGINT, on_interrupt);
+}
+
+bool interrupted() noexcept { return interrupt_seen != 0; }
+
+int64_t peak_memory_bytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return int64_t{usage.ru_maxrss} * 1024;
+}
+
+}  // namespace gannet::cli

@@ -1,0 +1,96 @@
+// What the commands share: options about the machine, one way to report errors, tables, a progress bar, Ctrl-C.
+//
+// Exit codes: 0 done; 1 a check failed, or the machine did (memory, devices); 2 bad input, one line on stderr that
+// names the file or option, the value and what is accepted; 130 ended by Ctrl-C, after what the command prints at its
+// end.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gannet/gannet.h"
+#include "model/decoder.h"
+
+namespace gannet::cli {
+
+inline constexpr int kExitFailed = 1;
+inline constexpr int kExitBadInput = 2;
+inline constexpr int kExitInterrupted = 130;
+
+/// Thrown by a command to end with a code, having printed what it had to say.
+struct Exit {
+  int code;
+};
+
+/// Throws Error(kInvalidArgument) "option is value; accepted: ...".
+[[noreturn]] void refuse(const std::string& option, const std::string& value, const std::string& accepted);
+
+struct MachineOptions {
+  int threads = 0;
+  std::string impl;
+};
+/// --threads (GANNET_THREADS) and --impl (GANNET_IMPL).
+void add_machine_options(CLI::App& command, MachineOptions& options);
+
+/// A pool of threads and the context over it.
+struct Machine {
+  explicit Machine(const MachineOptions& options);
+  ThreadPool pool;
+  Context context;
+};
+
+struct CacheOptions {
+  std::string kv_dtype = "bf16";
+  std::string index_dtype = "fp8";
+  int32_t page_size = 64;
+};
+/// --kv-dtype, --index-dtype and --page-size.
+void add_cache_options(CLI::App& command, CacheOptions& options);
+LatentFormat latent_format(const std::string& name);
+IndexKFormat index_format(const std::string& name);
+
+/// Writes a warning for each tensor that the model does not know (up to a few).
+void warn_unknown_tensors(const Decoder& decoder);
+
+/// "name  value" lines, the names padded to one width.
+class Table {
+ public:
+  void row(std::string name, std::string value) { rows_.emplace_back(std::move(name), std::move(value)); }
+  std::string text() const;
+
+ private:
+  std::vector<std::pair<std::string, std::string>> rows_;
+};
+
+/// "1.5 MB", in units of 1000.
+std::string bytes_text(double bytes);
+
+/// One line on stderr, only where that is a terminal; erased by done() and at the end of its life.
+class ProgressBar {
+ public:
+  ProgressBar(std::string label, int64_t total);
+  ~ProgressBar() { done(); }
+  ProgressBar(const ProgressBar&) = delete;
+  ProgressBar& operator=(const ProgressBar&) = delete;
+  bool visible() const noexcept { return visible_; }
+  void update(int64_t amount);
+  void done();
+
+ private:
+  std::string label_;
+  int64_t total_;
+  bool visible_;
+  int shown_ = -1;  // per mille
+};
+
+/// Set by SIGINT once catch_interrupts() ran; a second SIGINT kills the process as usual.
+void catch_interrupts();
+bool interrupted() noexcept;
+
+/// Largest resident size of this process so far, in bytes.
+int64_t peak_memory_bytes();
+
+}  // namespace gannet::cli

@@ -1,0 +1,127 @@
+// gannet verify: a checkpoint against its golden files, each check printed with its figures.
+#include "cmd_verify.h"
+
+#include <fmt/core.h>
+
+#include <cstdio>
+#include <optional>
+
+#include "cli.h"
+#include "engine/golden.h"
+#include "model/tokenizer.h"
+
+namespace gannet::cli {
+namespace {
+
+struct VerifyOptions {
+  std::string model;
+  std::optional<std::string> kv_dtype, index_dtype;
+  int32_t page_size = 64;
+  int64_t chunk = 512;
+  bool invariant = false;
+  std::string backend;
+  MachineOptions machine;
+};
+
+/// The longest prompt with its continuation, in pages, and page 0.
+int64_t pages_needed(const std::vector<GoldenPrompt>& prompts, int32_t page_size) {
+  size_t longest = 1;
+  for (const GoldenPrompt& p : prompts) longest = std::max(longest, p.ids.size() + p.continuation.size());
+  return pages_for(static_cast<int64_t>(longest), page_size) + 1;
+}
+
+/// True if every check passed.
+bool verify_model(const VerifyOptions& o, Machine& machine, const std::vector<GoldenPrompt>& prompts,
+                  const std::string& kv_dtype, const std::string& index_dtype) {
+  const LatentFormat latent = latent_format(kv_dtype);
+  const IndexKFormat index = index_format(index_dtype);
+  Checkpoint checkpoint = Checkpoint::open(o.model);
+  Decoder decoder(machine.context, checkpoint,
+                  {.backend = o.backend,
+                   .impl = o.machine.impl,
+                   .latent_format = latent,
+                   .index_format = index,
+                   .page_size = o.page_size,
+                   .num_pages = pages_needed(prompts, o.page_size),
+                   .invariant = o.invariant});
+  warn_unknown_tensors(decoder);
+  const bool sparse = checkpoint.config().is_dsa();
+  const bool exact = latent == LatentFormat::kF32 && (!sparse || index == IndexKFormat::kF32);
+  const GoldenCriteria criteria = exact ? GoldenCriteria::exact() : GoldenCriteria::narrow();
+  std::printf("latent cache %s%s\n", kv_dtype.c_str(), sparse ? (", index keys " + index_dtype).c_str() : "");
+  bool passed = true;
+  for (const GoldenPrompt& prompt : prompts) {
+    if (interrupted()) throw Exit{kExitInterrupted};
+    const GoldenResult r =
+        compare_golden(decoder, machine.context, {.chunk = o.chunk, .max_requests = 1}, prompt, criteria);
+    for (const GoldenCheck& check : r.checks)
+      std::printf("  %-6s  %-8s %5lld tokens  %-18s %s\n", check.passed ? "ok" : "FAILED", r.prompt.c_str(),
+                  static_cast<long long>(r.tokens), check.what.c_str(), check.figures.c_str());
+    std::fflush(stdout);
+    passed = passed && r.passed();
+  }
+  std::string impls;
+  for (const auto& [op, impl] : decoder.backend().implementations())
+    impls += fmt::format("{}{}: {}", impls.empty() ? "" : ", ", op, impl);
+  std::printf("  ran on %s; projections: %s; threads: %d\n", impls.c_str(), decoder.projector().impl(),
+              machine.pool.num_workers());
+  return passed;
+}
+
+/// Texts of the golden prompts through the tokenizer.
+bool verify_tokenizer(const std::string& directory, const std::vector<GoldenPrompt>& prompts) {
+  std::optional<Tokenizer> tokenizer;
+  int64_t compared = 0, wrong = 0;
+  for (const GoldenPrompt& p : prompts) {
+    if (p.text.empty()) continue;
+    if (!tokenizer) tokenizer = Tokenizer::load(directory);
+    ++compared;
+    if (tokenizer->encode(p.text) != p.ids) ++wrong;
+  }
+  if (compared > 0)
+    std::printf("tokenizer\n  %-6s  %lld of %lld prompts give other ids\n", wrong == 0 ? "ok" : "FAILED",
+                static_cast<long long>(wrong), static_cast<long long>(compared));
+  return wrong == 0;
+}
+
+void run_verify(const VerifyOptions& o) {
+  if (o.chunk < 1) refuse("--chunk", std::to_string(o.chunk), "1 and more");
+  if (o.page_size < 1) refuse("--page-size", std::to_string(o.page_size), "32, 64");
+  if (o.kv_dtype) latent_format(*o.kv_dtype);
+  if (o.index_dtype) index_format(*o.index_dtype);
+  catch_interrupts();
+  Machine machine(o.machine);
+  const ModelConfig config = load_config(o.model);
+  const std::vector<GoldenPrompt> prompts = load_golden(o.model, config);
+  bool passed = verify_tokenizer(o.model, prompts);
+  if (o.kv_dtype || o.index_dtype) {
+    passed = verify_model(o, machine, prompts, o.kv_dtype.value_or("fp32"), o.index_dtype.value_or("fp32")) && passed;
+  } else {
+    passed = verify_model(o, machine, prompts, "fp32", "fp32") && passed;
+    passed = verify_model(o, machine, prompts, "bf16", "fp8") && passed;
+  }
+  std::printf("%s\n", passed ? "all checks passed" : "some checks FAILED");
+  if (!passed) throw Exit{kExitFailed};
+}
+
+}  // namespace
+}  // namespace gannet::cli
+
+void add_verify_command(CLI::App& app) {
+  using namespace gannet::cli;
+  auto options = std::make_shared<VerifyOptions>();
+  VerifyOptions& o = *options;
+  CLI::App& c = *app.add_subcommand("verify", "Compare a checkpoint with its golden files");
+  c.add_option("--model", o.model, "Directory of a checkpoint with golden.json and golden.safetensors")
+      ->envname("GANNET_MODEL")
+      ->required();
+  c.add_option("--kv-dtype", o.kv_dtype,
+               "Latent cache: fp32 or bf16; default: fp32 with fp32 index keys, then bf16 with fp8");
+  c.add_option("--index-dtype", o.index_dtype, "Index-key cache: fp32, bf16 or fp8");
+  c.add_option("--page-size", o.page_size, "Tokens of a page")->capture_default_str();
+  c.add_option("--chunk", o.chunk, "Prompt tokens of one prefill step")->capture_default_str();
+  c.add_flag("--invariant", o.invariant, "Run in the invariant mode");
+  c.add_option("--backend", o.backend, "Attention backend; default: that of the architecture");
+  add_machine_options(c, o.machine);
+  c.callback([options] { run_verify(*options); });
+}

@@ -1,0 +1,55 @@
+// The gannet command.
+#include <cstdio>
+#include <exception>
+#include <new>
+#include <string>
+
+#include "cli.h"
+#include "cmd_bench.h"
+#include "cmd_generate.h"
+#include "cmd_info.h"
+#include "cmd_verify.h"
+
+namespace {
+
+/// Errors are one line, whatever a text from a file or a library holds.
+void print_error(std::string text) {
+  for (char& c : text)
+    if (c == '\n' || c == '\r') c = ' ';
+  while (!text.empty() && text.back() == ' ') text.pop_back();
+  std::fprintf(stderr, "gannet: %s\n", text.c_str());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  using namespace gannet;
+  CLI::App app("Attention of DeepSeek-style models: run, inspect, verify and measure.", "gannet");
+  app.set_version_flag("--version", std::string("gannet ") + version());
+  app.require_subcommand(1);
+  add_bench_command(app);
+  add_generate_command(app);
+  add_info_command(app);
+  add_verify_command(app);
+  try {
+    app.parse(argc, argv);
+    return 0;
+  } catch (const cli::Exit& e) {
+    return e.code;
+  } catch (const CLI::Success& e) {  // --help, --version
+    return app.exit(e);
+  } catch (const CLI::ParseError& e) {
+    print_error(std::string(e.what()) + "; see gannet --help");
+    return cli::kExitBadInput;
+  } catch (const Error& e) {
+    print_error(e.what());
+    return e.code() == ErrorCode::kOutOfMemory || e.code() == ErrorCode::kDevice ? cli::kExitFailed
+                                                                                 : cli::kExitBadInput;
+  } catch (const std::bad_alloc&) {
+    print_error("out of memory");
+    return cli::kExitFailed;
+  } catch (const std::exception& e) {
+    print_error(e.what());
+    return cli::kExitFailed;
+  }
+}

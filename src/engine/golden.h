@@ -1,0 +1,87 @@
+// A checkpoint's golden files (golden.json, golden.safetensors): what the reference library computed in fp32 from the
+// stored weights, and the comparison of a run with them.
+//
+// Thread safety: ordinary values; compare() uses the decoder as its one caller.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/engine.h"
+
+namespace gannet {
+inline namespace v0 {
+
+struct GoldenPrompt {
+  std::string name;
+  std::string text;                   ///< empty where the prompt is given as ids alone
+  std::vector<int32_t> ids;           ///< with BOS
+  std::vector<int32_t> top_ids;       ///< [ids, kTop]
+  std::vector<float> top_logprobs;    ///< [ids, kTop], natural logarithms, descending
+  std::vector<float> last_logits;     ///< [vocab]
+  std::vector<int32_t> continuation;  ///< greedy, end of sequence ignored
+  double mean_nll = 0.0;              ///< over rows 0 .. n-2
+  /// By layer: [kSelectionRows, K], what the indexer chose for the last rows, ascending; only where n > K.
+  std::map<int32_t, std::vector<int32_t>> selections;
+
+  static constexpr int64_t kTop = 8;
+  static constexpr int64_t kSelectionRows = 4;
+};
+
+/// Prompts in order of their length. Throws Error(kCorruptFile).
+std::vector<GoldenPrompt> load_golden(const std::string& directory, const ModelConfig& config);
+
+/// What a run is held to. The reference itself moves by 0.023 in log-probability between a CPU and a GPU where a
+/// routing or a selection is tied within fp32 rounding.
+struct GoldenCriteria {
+  double top1_gap = 0.01;                     ///< the same first token wherever the golden first two differ by more
+  double nll_relative = 1e-4;                 ///< of the mean NLL
+  double nll_relative_short = 1e-4;           ///< the same for prompts below kShortPrompt tokens
+  std::optional<double> logprob_most = 1e-3;  ///< |difference| of the golden top 8 at 99 % of the positions
+  std::optional<double> logprob_rest = 0.05;  ///< and at the others
+  bool continuations = true;
+  /// Exact selections: a candidate may be chosen otherwise only within this share of the row's range of scores from the
+  /// k-th score. Absent: `selection_overlap` alone counts.
+  std::optional<double> selection_tie = 1e-5;
+  double selection_overlap = 0.96;  ///< share of each golden row that is chosen
+
+  static constexpr int64_t kShortPrompt = 100;
+  /// fp32 caches and activations.
+  static GoldenCriteria exact() { return {}; }
+  /// Caches in bf16 or fp8.
+  static GoldenCriteria narrow() {
+    return {.top1_gap = 0.2,
+            .nll_relative = 2e-3,
+            .nll_relative_short = 5e-3,
+            .logprob_most = {},
+            .logprob_rest = {},
+            .continuations = false,
+            .selection_tie = {}};
+  }
+};
+
+struct GoldenCheck {
+  std::string what;  ///< "top-1", "mean NLL", ...
+  bool passed = false;
+  std::string figures;
+};
+
+struct GoldenResult {
+  std::string prompt;
+  int64_t tokens = 0;
+  std::vector<GoldenCheck> checks;
+  bool passed() const noexcept {
+    for (const GoldenCheck& c : checks)
+      if (!c.passed) return false;
+    return true;
+  }
+};
+
+/// Runs one prompt through an engine over `decoder` and compares.
+GoldenResult compare_golden(Decoder& decoder, const Context& context, const EngineOptions& options,
+                            const GoldenPrompt& prompt, const GoldenCriteria& criteria);
+
+}  // namespace v0
+}  // namespace gannet

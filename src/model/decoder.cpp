@@ -1,0 +1,593 @@
+#include "model/decoder.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+
+#include "core/format.h"
+#include "model/norm.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+/// Adds the life of the object to a counter.
+class Timer {
+ public:
+  explicit Timer(double& total) : total_(&total), start_(Clock::now()) {}
+  ~Timer() { *total_ += seconds_since(start_); }
+  Timer(const Timer&) = delete;
+  Timer& operator=(const Timer&) = delete;
+
+ private:
+  double* total_;
+  Clock::time_point start_;
+};
+
+/// The loops of the projections follow the implementation forced for attention.
+std::string projector_impl(const std::string& impl) {
+  if (impl == "portable" || impl == "ref") return "portable";
+  return {};
+}
+
+constexpr auto kWeightTypes = {DType::kBf16, DType::kF32, DType::kE4m3};
+constexpr auto kNormTypes = {DType::kF32, DType::kBf16};
+
+/// Takes tensors out of a checkpoint.
+class Loader {
+ public:
+  Loader(Checkpoint& checkpoint, const ModelConfig& config) : checkpoint_(checkpoint), config_(config) {}
+
+  WeightView weight(const std::string& name, int64_t rows, int64_t cols) {
+    const TensorRef& t = checkpoint_.require(name, kWeightTypes, {rows, cols});
+    WeightView w{.data = t.data, .dtype = t.dtype, .rows = rows, .cols = cols};
+    if (t.dtype != DType::kE4m3) return w;
+    if (config_.weight_block_rows <= 0 || config_.weight_block_cols <= 0)
+      fail(ErrorCode::kCorruptFile, "Decoder", "{}: tensor {} is F8_E4M3; config.json has no quantization_config",
+           t.file, name);
+    w.block_rows = config_.weight_block_rows;
+    w.block_cols = config_.weight_block_cols;
+    const TensorRef& s = checkpoint_.require(name + "_scale_inv", {DType::kF32},
+                                             {(rows + w.block_rows - 1) / w.block_rows, w.scale_cols()});
+    w.scales = s.values<float>().data();
+    return w;
+  }
+
+  std::vector<float> vector(const std::string& name, int64_t size) {
+    std::vector<float> v(static_cast<size_t>(size));
+    checkpoint_.require(name, kNormTypes, {size}).to_float(v.data());
+    return v;
+  }
+
+  MlpWeights mlp(const std::string& prefix, int64_t width) {
+    return {.gate = weight(prefix + "gate_proj.weight", width, config_.hidden_size),
+            .up = weight(prefix + "up_proj.weight", width, config_.hidden_size),
+            .down = weight(prefix + "down_proj.weight", config_.hidden_size, width)};
+  }
+
+ private:
+  Checkpoint& checkpoint_;
+  const ModelConfig& config_;
+};
+
+/// True for "model.layers.N." with N at or beyond the decoder's layers: the MTP layers.
+bool is_mtp_tensor(const std::string& name, int64_t num_layers) {
+  constexpr std::string_view kPrefix = "model.layers.";
+  if (name.compare(0, kPrefix.size(), kPrefix) != 0) return false;
+  int64_t layer = 0;
+  size_t i = kPrefix.size();
+  for (; i < name.size() && name[i] >= '0' && name[i] <= '9' && layer < num_layers; ++i)
+    layer = layer * 10 + (name[i] - '0');
+  return layer >= num_layers;
+}
+
+void to_bf16(Executor& executor, const float* x, int64_t n, Bf16* out) {
+  constexpr int64_t kPerTask = 1 << 16;
+  executor.parallel_for((n + kPerTask - 1) / kPerTask, [&](int64_t task, int) {
+    for (int64_t i = task * kPerTask; i < std::min(n, (task + 1) * kPerTask); ++i) out[i] = Bf16::from_float(x[i]);
+  });
+}
+
+/// Values, grown without keeping them.
+float* room(std::vector<float>& v, int64_t n) {
+  if (static_cast<int64_t>(v.size()) < n) v.resize(static_cast<size_t>(n));
+  return v.data();
+}
+
+}  // namespace
+
+KvCost kv_cost(const ModelConfig& config, LatentFormat latent, IndexKFormat index) {
+  KvCost cost;
+  const RowGeometry geometry{static_cast<int32_t>(config.kv_lora_rank), static_cast<int32_t>(config.qk_rope_head_dim)};
+  cost.latent_bytes = latent_row_bytes(latent, geometry) * config.num_hidden_layers();
+  if (config.is_dsa())
+    for (const LayerConfig& layer : config.layers)
+      if (layer.indexer) cost.index_bytes += index_k_token_bytes(index, static_cast<int32_t>(config.index_head_dim));
+  return cost;
+}
+
+struct Decoder::Layer {
+  LayerConfig config;
+  std::vector<float> input_norm, post_norm, q_norm, kv_norm;
+  WeightView q_a, q_b, kv_a, kv_b, o;  // without a q latent q_b is q_proj, over the hidden state
+  WeightView index_q, index_k, index_weights;
+  std::vector<float> index_norm_weight, index_norm_bias;
+  MlpWeights mlp;  // dense layers; MoE layers: the shared experts, as one
+  WeightView router;
+  std::vector<float> router_bias;
+  std::vector<MlpWeights> experts;
+};
+
+/// Buffers of one step, by what lies in them. [rows, ...] of the step.
+struct Decoder::Scratch {
+  std::vector<float> x;         // [rows, D] the residual stream
+  std::vector<float> normed;    // [rows, D]
+  std::vector<float> branch;    // [rows, D] what a layer adds
+  std::vector<float> q_latent;  // [rows, q_lora_rank]
+  std::vector<float> q;         // [rows, H, N+P]
+  std::vector<float> kv;        // [rows, R+P]
+  std::vector<float> latent;    // [rows, R]
+  std::vector<float> rope;      // [rows, P]
+  std::vector<float> index_q, index_k, index_weights;
+  std::vector<float> absorbed;  // [rows, H, R+P]
+  std::vector<float> attended;  // [rows, H, R]
+  std::vector<float> heads;     // [rows, H, V]
+  std::vector<float> k_nope, v;
+  std::vector<float> expand_latent, expand_k, expand_v;
+  std::vector<Bf16> q16, k16, rope16, v16, out16, index_q16;
+  std::vector<float> router_logits, router_weights;
+  std::vector<int32_t> router_ids;
+  std::vector<float> logit_rows;
+  MlpScratch mlp;
+};
+
+Decoder::Decoder(const Context& context, Checkpoint& checkpoint, const DecoderOptions& options)
+    : context_(&context),
+      config_(checkpoint.config()),
+      options_(options),
+      executor_(context.executor != nullptr ? context.executor : &serial_),
+      projector_(*executor_, {.invariant = options.invariant, .impl = projector_impl(options.impl)}),
+      rope_(config_.rope, config_.qk_rope_head_dim),
+      scratch_(std::make_unique<Scratch>()) {
+  if (options_.max_context_len <= 0) options_.max_context_len = config_.max_position_embeddings;
+  load(checkpoint);
+  make_backend();
+}
+
+Decoder::~Decoder() = default;
+
+void Decoder::load(Checkpoint& checkpoint) {
+  Loader loader(checkpoint, config_);
+  const ModelConfig& c = config_;
+  const int64_t dim = c.hidden_size, heads = c.num_attention_heads;
+  embed_ = loader.weight("model.embed_tokens.weight", c.vocab_size, dim);
+  lm_head_ = c.tie_word_embeddings ? embed_ : loader.weight("lm_head.weight", c.vocab_size, dim);
+  final_norm_ = loader.vector("model.norm.weight", dim);
+  layers_.resize(c.layers.size());
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    Layer& layer = layers_[i];
+    layer.config = c.layers[i];
+    const std::string prefix = fmt::format("model.layers.{}.", i), attn = prefix + "self_attn.";
+    layer.input_norm = loader.vector(prefix + "input_layernorm.weight", dim);
+    layer.post_norm = loader.vector(prefix + "post_attention_layernorm.weight", dim);
+    if (c.q_lora_rank > 0) {
+      layer.q_a = loader.weight(attn + "q_a_proj.weight", c.q_lora_rank, dim);
+      layer.q_norm = loader.vector(attn + "q_a_layernorm.weight", c.q_lora_rank);
+      layer.q_b = loader.weight(attn + "q_b_proj.weight", heads * c.qk_head_dim(), c.q_lora_rank);
+    } else {
+      layer.q_b = loader.weight(attn + "q_proj.weight", heads * c.qk_head_dim(), dim);
+    }
+    layer.kv_a = loader.weight(attn + "kv_a_proj_with_mqa.weight", c.kv_lora_rank + c.qk_rope_head_dim, dim);
+    layer.kv_norm = loader.vector(attn + "kv_a_layernorm.weight", c.kv_lora_rank);
+    layer.kv_b = loader.weight(attn + "kv_b_proj.weight", heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank);
+    layer.o = loader.weight(attn + "o_proj.weight", dim, heads * c.v_head_dim);
+    if (layer.config.indexer) {
+      const std::string indexer = attn + "indexer.";
+      layer.index_q = loader.weight(indexer + "wq_b.weight", c.index_n_heads * c.index_head_dim, c.q_lora_rank);
+      layer.index_k = loader.weight(indexer + "wk.weight", c.index_head_dim, dim);
+      layer.index_norm_weight = loader.vector(indexer + "k_norm.weight", c.index_head_dim);
+      layer.index_norm_bias = loader.vector(indexer + "k_norm.bias", c.index_head_dim);
+      layer.index_weights = loader.weight(indexer + "weights_proj.weight", c.index_n_heads, dim);
+    }
+    if (!layer.config.moe) {
+      layer.mlp = loader.mlp(prefix + "mlp.", c.intermediate_size);
+      continue;
+    }
+    layer.router = loader.weight(prefix + "mlp.gate.weight", c.n_routed_experts, dim);
+    layer.router_bias = loader.vector(prefix + "mlp.gate.e_score_correction_bias", c.n_routed_experts);
+    for (int64_t e = 0; e < c.n_routed_experts; ++e)
+      layer.experts.push_back(loader.mlp(fmt::format("{}mlp.experts.{}.", prefix, e), c.moe_intermediate_size));
+    if (c.n_shared_experts > 0)
+      layer.mlp = loader.mlp(prefix + "mlp.shared_experts.", c.moe_intermediate_size * c.n_shared_experts);
+  }
+  for (const std::string& name : checkpoint.unused())
+    if (!is_mtp_tensor(name, c.num_hidden_layers())) unknown_.push_back(name);
+}
+
+void Decoder::make_backend() {
+  const ModelConfig& c = config_;
+  const RowGeometry geometry{static_cast<int32_t>(c.kv_lora_rank), static_cast<int32_t>(c.qk_rope_head_dim)};
+  AttentionConfig config;
+  config.arch = c.is_dsa() ? AttentionArch::kDsa : AttentionArch::kMla;
+  config.num_heads = static_cast<int32_t>(c.num_attention_heads);
+  config.geometry = geometry;
+  config.qk_nope_head_dim = static_cast<int32_t>(c.qk_nope_head_dim);
+  config.v_head_dim = static_cast<int32_t>(c.v_head_dim);
+  config.q_lora_rank = static_cast<int32_t>(c.q_lora_rank);
+  config.softmax_scale = static_cast<float>(c.softmax_scale());
+  if (c.is_dsa())
+    config.indexer = {.num_heads = static_cast<int32_t>(c.index_n_heads),
+                      .head_dim = static_cast<int32_t>(c.index_head_dim),
+                      .topk = static_cast<int32_t>(c.index_topk)};
+  config.page_size = options_.page_size;
+  config.max_context_len = options_.max_context_len;
+  config.prefix_chunk_capacity = options_.prefix_chunk_capacity;
+  config.plan.impl = options_.impl;
+  backend_ = make_attention_backend(*context_, config, options_.backend);
+
+  latent_pool_ = std::make_unique<LatentPool>(LatentPoolOptions{.num_layers = static_cast<int32_t>(layers_.size()),
+                                                                .format = options_.latent_format,
+                                                                .geometry = geometry,
+                                                                .num_pages = options_.num_pages,
+                                                                .page_size = options_.page_size,
+                                                                .scale = options_.latent_scale});
+  if (c.is_dsa()) {
+    IndexKPoolOptions index{.format = options_.index_format,
+                            .scale_format = options_.index_scale_format,
+                            .head_dim = static_cast<int32_t>(c.index_head_dim),
+                            .num_pages = options_.num_pages,
+                            .page_size = options_.page_size};
+    for (size_t i = 0; i < layers_.size(); ++i)
+      if (layers_[i].config.indexer) index.layers.push_back(static_cast<int32_t>(i));
+    index_pool_ = std::make_unique<IndexKPool>(index);
+    selection_ = std::make_unique<SelectionBuffer>(static_cast<int32_t>(c.index_topk), true);
+  }
+  std::vector<LayerCaches> caches;
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    LayerCaches layer{.latent = latent_pool_->layer(static_cast<int32_t>(i)), .index = {}};
+    if (layers_[i].config.indexer) layer.index = index_pool_->layer(static_cast<int32_t>(i));
+    caches.push_back(layer);
+  }
+  backend_->bind(caches);
+}
+
+int64_t Decoder::pool_bytes() const noexcept {
+  return latent_pool_->sizes().total_bytes + (index_pool_ ? index_pool_->sizes().total_bytes : 0);
+}
+
+void Decoder::forward(const BatchStep& step, std::span<const int32_t> ids, const ForwardOutputs& outputs) {
+  const Timer timer(stats_.total_seconds);
+  backend_->prepare(step);
+  const StepPlan& plan = backend_->step();
+  const int64_t rows = plan.num_rows(), dim = config_.hidden_size;
+  if (static_cast<int64_t>(ids.size()) != rows) fail_argument("forward", "{} ids for {} rows", ids.size(), rows);
+  if (rows == 0) return;
+  for (const int32_t id : ids)
+    if (id < 0 || id >= config_.vocab_size)
+      fail_argument("forward", "token id is {}; accepted: 0 to {}", id, config_.vocab_size - 1);
+  for (const int64_t row : outputs.logit_rows)
+    if (row < 0 || row >= rows) fail_argument("forward", "logit row is {}; the step has {} rows", row, rows);
+  rope_.reserve(1 + *std::max_element(plan.positions().begin(), plan.positions().end()));
+
+  float* x = room(scratch_->x, rows * dim);
+  float* normed = room(scratch_->normed, rows * dim);
+  room(scratch_->branch, rows * dim);
+  for (int64_t r = 0; r < rows; ++r) widen_row(embed_, ids[static_cast<size_t>(r)], 0, dim, x + r * dim);
+  const auto eps = static_cast<float>(config_.rms_norm_eps);
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const Layer& layer = layers_[i];
+    rms_norm(*executor_, x, dim, rows, dim, layer.input_norm.data(), eps, normed, dim);
+    attention(static_cast<int32_t>(i), layer, rows, outputs);
+    add_rows(*executor_, x, scratch_->branch.data(), rows, dim);
+    rms_norm(*executor_, x, dim, rows, dim, layer.post_norm.data(), eps, normed, dim);
+    mlp(layer, rows);
+    add_rows(*executor_, x, scratch_->branch.data(), rows, dim);
+  }
+
+  const auto wanted = static_cast<int64_t>(outputs.logit_rows.size());
+  if (wanted == 0) return;
+  float* last = room(scratch_->logit_rows, wanted * dim);
+  for (int64_t i = 0; i < wanted; ++i)
+    std::copy_n(x + outputs.logit_rows[static_cast<size_t>(i)] * dim, dim, last + i * dim);
+  rms_norm(*executor_, last, dim, wanted, dim, final_norm_.data(), eps, last, dim);
+  projector_.linear(last, wanted, lm_head_, outputs.logits);
+}
+
+void Decoder::rotate(float* x, int64_t rows, int64_t heads, int64_t width, int64_t row_stride, int32_t offset,
+                     RopePairing pairing) {
+  const StepPlan& plan = backend_->step();
+  Rope rope{.x = view(x, {rows, heads, width}),
+            .positions = view(plan.positions().data(), {rows}),
+            .cos_sin = view(rope_.data(), {rope_.positions(), rope_.rope_dim()}),
+            .offset = offset,
+            .pairing = pairing};
+  rope.x.stride[0] = row_stride;
+  run_once(*context_, rope, {.impl = options_.impl});
+}
+
+TensorView Decoder::query_view(float* x, std::initializer_list<int64_t> shape, std::vector<Bf16>& storage) {
+  TensorView v = view(x, shape);
+  if (options_.query == QueryPrecision::kF32) return v;
+  const int64_t n = v.num_elements();
+  if (static_cast<int64_t>(storage.size()) < n) storage.resize(static_cast<size_t>(n));
+  to_bf16(*executor_, x, n, storage.data());
+  v.data = storage.data();
+  v.dtype = DType::kBf16;
+  return v;
+}
+
+void Decoder::attention(int32_t index, const Layer& layer, int64_t rows, const ForwardOutputs& outputs) {
+  const ModelConfig& c = config_;
+  Scratch& s = *scratch_;
+  const int64_t dim = c.hidden_size, heads = c.num_attention_heads, q_dim = c.qk_head_dim();
+  const int64_t latent_dim = c.kv_lora_rank, rope_dim = c.qk_rope_head_dim, row_dim = latent_dim + rope_dim;
+  const bool indexer = layer.config.indexer;
+  const float latent_eps = static_cast<float>(ModelConfig::kLatentNormEps);
+
+  // What reads the hidden state.
+  const auto from_hidden = [&](const WeightView& w, std::vector<float>& y) {
+    return Product{
+        .x = s.normed.data(), .x_stride = dim, .rows = rows, .w = w, .y = room(y, rows * w.rows), .y_stride = w.rows};
+  };
+  std::vector<Product> products;
+  products.push_back(c.q_lora_rank > 0 ? from_hidden(layer.q_a, s.q_latent) : from_hidden(layer.q_b, s.q));
+  products.push_back(from_hidden(layer.kv_a, s.kv));
+  if (indexer) {
+    products.push_back(from_hidden(layer.index_k, s.index_k));
+    products.push_back(from_hidden(layer.index_weights, s.index_weights));
+  }
+  projector_.run(products);
+
+  // What reads the normalised q latent.
+  if (c.q_lora_rank > 0) {
+    rms_norm(*executor_, s.q_latent.data(), c.q_lora_rank, rows, c.q_lora_rank, layer.q_norm.data(), latent_eps,
+             s.q_latent.data(), c.q_lora_rank);
+    const auto from_latent = [&](const WeightView& w, std::vector<float>& y) {
+      return Product{.x = s.q_latent.data(),
+                     .x_stride = c.q_lora_rank,
+                     .rows = rows,
+                     .w = w,
+                     .y = room(y, rows * w.rows),
+                     .y_stride = w.rows};
+    };
+    products = {from_latent(layer.q_b, s.q)};
+    if (indexer) products.push_back(from_latent(layer.index_q, s.index_q));
+    projector_.run(products);
+  }
+  rotate(s.q.data(), rows, heads, q_dim, heads * q_dim, static_cast<int32_t>(c.qk_nope_head_dim),
+         RopePairing::kInterleaved);
+
+  // The row that the cache keeps: normalised latent and rotated k_pe.
+  float* latent = room(s.latent, rows * latent_dim);
+  float* rope = room(s.rope, rows * rope_dim);
+  rms_norm(*executor_, s.kv.data(), row_dim, rows, latent_dim, layer.kv_norm.data(), latent_eps, latent, latent_dim);
+  for (int64_t r = 0; r < rows; ++r) std::copy_n(s.kv.data() + r * row_dim + latent_dim, rope_dim, rope + r * rope_dim);
+  rotate(rope, rows, 1, rope_dim, rope_dim, 0, RopePairing::kInterleaved);
+  KvRows kv{.latent = view(latent, {rows, latent_dim}), .rope = view(rope, {rows, rope_dim}), .index_k = {}};
+
+  room(s.heads, rows * heads * c.v_head_dim);
+  if (c.is_dsa()) sparse_attention(index, layer, rows, kv, outputs);
+  else dense_attention(index, layer, rows, kv);
+  projector_.linear(s.heads.data(), rows, layer.o, s.branch.data());
+}
+
+void Decoder::sparse_attention(int32_t index, const Layer& layer, int64_t rows, const KvRows& kv,
+                               const ForwardOutputs& outputs) {
+  const ModelConfig& c = config_;
+  Scratch& s = *scratch_;
+  const int64_t heads = c.num_attention_heads, index_heads = c.index_n_heads, index_dim = c.index_head_dim;
+  selection_->reserve(rows);
+  const TopKSelection chosen = selection_->view(rows);
+  StepWrite write = kv;
+  if (layer.config.indexer) {
+    layer_norm(*executor_, s.index_k.data(), index_dim, rows, index_dim, layer.index_norm_weight.data(),
+               layer.index_norm_bias.data(), static_cast<float>(ModelConfig::kLatentNormEps), s.index_k.data(),
+               index_dim);
+    rotate(s.index_k.data(), rows, 1, index_dim, index_dim, 0, c.index_rope_pairing);
+    rotate(s.index_q.data(), rows, index_heads, index_dim, index_heads * index_dim, 0, c.index_rope_pairing);
+    const auto factor = static_cast<float>(c.index_scale() / std::sqrt(static_cast<double>(index_heads)));
+    for (int64_t i = 0; i < rows * index_heads; ++i) s.index_weights[static_cast<size_t>(i)] *= factor;
+    KvRows with_index = kv;
+    with_index.index_k = view(s.index_k.data(), {rows, index_dim});
+    const TensorView weights = view(s.index_weights.data(), {rows, index_heads});
+    {
+      const Timer timer(stats_.attention_seconds);
+      backend_->select({.layer = index,
+                        .rows = StepRows::kAll,
+                        .q = query_view(s.index_q.data(), {rows, index_heads, index_dim}, s.index_q16),
+                        .weights = weights,
+                        .write = with_index,
+                        .out = chosen});
+    }
+    write = AlreadyWritten{};
+    if (outputs.on_selection)
+      outputs.on_selection({.layer = index,
+                            .q = view(s.index_q.data(), {rows, index_heads, index_dim}),
+                            .weights = weights,
+                            .chosen = chosen,
+                            .step = backend_->step(),
+                            .cache = index_pool_->layer(index)});
+  }
+  const std::span<const int32_t> row_lens = backend_->step().row_lens();
+  for (int64_t r = 0; r < rows; ++r) {
+    stats_.attended_keys += *chosen.lens.ptr<const int32_t>(r);
+    stats_.visible_keys += row_lens[static_cast<size_t>(r)];
+  }
+
+  absorb(layer, {0, rows});
+  const int64_t row_dim = c.kv_lora_rank + c.qk_rope_head_dim;
+  {
+    const Timer timer(stats_.attention_seconds);
+    backend_->attend({.layer = index,
+                      .rows = StepRows::kAll,
+                      .q = query_view(s.absorbed.data(), {rows, heads, row_dim}, s.q16),
+                      .write = write,
+                      .selection = chosen,
+                      .out = view(s.attended.data(), {rows, heads, c.kv_lora_rank}),
+                      .lse = {}});
+  }
+  unabsorb(layer, {0, rows});
+}
+
+void Decoder::dense_attention(int32_t index, const Layer& layer, int64_t rows, const KvRows& kv) {
+  const ModelConfig& c = config_;
+  Scratch& s = *scratch_;
+  const StepPlan& plan = backend_->step();
+  const int64_t heads = c.num_attention_heads, nope = c.qk_nope_head_dim, v_dim = c.v_head_dim, q_dim = c.qk_head_dim();
+  const int64_t latent_dim = c.kv_lora_rank, rope_dim = c.qk_rope_head_dim;
+  const Range prefill = plan.rows(StepRows::kPrefill);
+  const bool expanded = !options_.invariant && prefill.size() > 0;
+  const Range absorbed = expanded ? plan.rows(StepRows::kDecode) : Range{0, rows};
+  {
+    const Timer timer(stats_.attention_seconds);
+    backend_->write(index, StepRows::kAll, kv);
+  }
+  if (expanded) {
+    const int64_t n = prefill.size();
+    expand(layer, s.latent.data(), n, room(s.k_nope, n * heads * nope), room(s.v, n * heads * v_dim));
+    const bool narrow = options_.query == QueryPrecision::kBf16;
+    const TensorView q = query_view(s.q.data(), {n, heads, q_dim}, s.q16);
+    const TensorView k_nope = query_view(s.k_nope.data(), {n, heads, nope}, s.k16);
+    const TensorView k_rope = query_view(s.rope.data(), {n, rope_dim}, s.rope16);
+    const TensorView v = query_view(s.v.data(), {n, heads, v_dim}, s.v16);
+    const auto expand_chunk = [&](const TensorView& latent, const TensorView& k, const TensorView& values) {
+      const int64_t m = latent.shape[0];
+      if (!narrow) {
+        expand(layer, latent.ptr<const float>(), m, k.ptr<float>(), values.ptr<float>());
+        return;
+      }
+      float* wide = room(s.expand_latent, m * latent_dim);
+      for (int64_t i = 0; i < m * latent_dim; ++i) wide[i] = latent.ptr<const Bf16>()[i].to_float();
+      expand(layer, wide, m, room(s.expand_k, m * heads * nope), room(s.expand_v, m * heads * v_dim));
+      to_bf16(*executor_, s.expand_k.data(), m * heads * nope, k.ptr<Bf16>());
+      to_bf16(*executor_, s.expand_v.data(), m * heads * v_dim, values.ptr<Bf16>());
+    };
+    TensorView out = view(s.heads.data(), {n, heads, v_dim});
+    if (narrow) {
+      if (static_cast<int64_t>(s.out16.size()) < n * heads * v_dim)
+        s.out16.resize(static_cast<size_t>(n * heads * v_dim));
+      out = view(s.out16.data(), {n, heads, v_dim});
+    }
+    {
+      const Timer timer(stats_.attention_seconds);
+      backend_->dense_prefill({.layer = index,
+                               .q = q,
+                               .k_nope = k_nope,
+                               .k_rope = k_rope,
+                               .v = v,
+                               .write = AlreadyWritten{},
+                               .expand = expand_chunk,
+                               .out = out,
+                               .lse = {}});
+    }
+    if (narrow)
+      for (int64_t i = 0; i < n * heads * v_dim; ++i)
+        s.heads[static_cast<size_t>(i)] = s.out16[static_cast<size_t>(i)].to_float();
+  }
+  if (absorbed.size() == 0) return;
+  absorb(layer, absorbed);
+  {
+    const Timer timer(stats_.attention_seconds);
+    backend_->attend({.layer = index,
+                      .rows = expanded ? StepRows::kDecode : StepRows::kAll,
+                      .q = query_view(s.absorbed.data(), {absorbed.size(), heads, latent_dim + rope_dim}, s.q16),
+                      .write = AlreadyWritten{},
+                      .selection = AttendAll{},
+                      .out = view(s.attended.data(), {absorbed.size(), heads, latent_dim}),
+                      .lse = {}});
+  }
+  unabsorb(layer, absorbed);
+}
+
+void Decoder::absorb(const Layer& layer, Range rows) {
+  const ModelConfig& c = config_;
+  Scratch& s = *scratch_;
+  const int64_t heads = c.num_attention_heads, nope = c.qk_nope_head_dim, q_dim = c.qk_head_dim();
+  const int64_t latent_dim = c.kv_lora_rank, rope_dim = c.qk_rope_head_dim, row_dim = latent_dim + rope_dim;
+  const float* q = s.q.data() + rows.begin * heads * q_dim;
+  float* out = room(s.absorbed, rows.size() * heads * row_dim);
+  room(s.attended, rows.size() * heads * latent_dim);
+  std::vector<Product> products;
+  for (int64_t h = 0; h < heads; ++h)
+    products.push_back({.x = q + h * q_dim,
+                        .x_stride = heads * q_dim,
+                        .rows = rows.size(),
+                        .w = layer.kv_b.row_slice(h * (nope + c.v_head_dim), nope),
+                        .form = ProductForm::kPlain,
+                        .y = out + h * row_dim,
+                        .y_stride = heads * row_dim});
+  projector_.run(products);
+  for (int64_t i = 0; i < rows.size() * heads; ++i)
+    std::copy_n(q + i * q_dim + nope, rope_dim, out + i * row_dim + latent_dim);
+}
+
+void Decoder::unabsorb(const Layer& layer, Range rows) {
+  const ModelConfig& c = config_;
+  Scratch& s = *scratch_;
+  const int64_t heads = c.num_attention_heads, nope = c.qk_nope_head_dim, v_dim = c.v_head_dim,
+                latent_dim = c.kv_lora_rank;
+  std::vector<Product> products;
+  for (int64_t h = 0; h < heads; ++h)
+    products.push_back({.x = s.attended.data() + h * latent_dim,
+                        .x_stride = heads * latent_dim,
+                        .rows = rows.size(),
+                        .w = layer.kv_b.row_slice(h * (nope + v_dim) + nope, v_dim),
+                        .y = s.heads.data() + (rows.begin * heads + h) * v_dim,
+                        .y_stride = heads * v_dim});
+  projector_.run(products);
+}
+
+void Decoder::expand(const Layer& layer, const float* latent, int64_t rows, float* k_nope, float* v) {
+  const ModelConfig& c = config_;
+  const int64_t heads = c.num_attention_heads, nope = c.qk_nope_head_dim, v_dim = c.v_head_dim,
+                latent_dim = c.kv_lora_rank;
+  std::vector<Product> products;
+  for (int64_t h = 0; h < heads; ++h) {
+    const int64_t first = h * (nope + v_dim);
+    products.push_back({.x = latent,
+                        .x_stride = latent_dim,
+                        .rows = rows,
+                        .w = layer.kv_b.row_slice(first, nope),
+                        .y = k_nope + h * nope,
+                        .y_stride = heads * nope});
+    products.push_back({.x = latent,
+                        .x_stride = latent_dim,
+                        .rows = rows,
+                        .w = layer.kv_b.row_slice(first + nope, v_dim),
+                        .y = v + h * v_dim,
+                        .y_stride = heads * v_dim});
+  }
+  projector_.run(products);
+}
+
+void Decoder::mlp(const Layer& layer, int64_t rows) {
+  const ModelConfig& c = config_;
+  Scratch& s = *scratch_;
+  const int64_t dim = c.hidden_size;
+  if (!layer.config.moe) {
+    run_mlp(projector_, layer.mlp, s.normed.data(), rows, s.branch.data(), s.mlp);
+    return;
+  }
+  if (c.n_shared_experts > 0) run_mlp(projector_, layer.mlp, s.normed.data(), rows, s.branch.data(), s.mlp);
+  else std::fill_n(s.branch.data(), rows * dim, 0.0f);
+  const RouterParams params{.num_experts = static_cast<int32_t>(c.n_routed_experts),
+                            .experts_per_token = static_cast<int32_t>(c.num_experts_per_tok),
+                            .num_groups = static_cast<int32_t>(c.n_group),
+                            .groups_kept = static_cast<int32_t>(c.topk_group),
+                            .normalise = c.norm_topk_prob,
+                            .scaling_factor = static_cast<float>(c.routed_scaling_factor)};
+  projector_.linear(s.normed.data(), rows, layer.router, room(s.router_logits, rows * params.num_experts));
+  const int64_t picked = rows * params.experts_per_token;
+  if (static_cast<int64_t>(s.router_ids.size()) < picked) s.router_ids.resize(static_cast<size_t>(picked));
+  route_experts(params, s.router_logits.data(), layer.router_bias.data(), rows, s.router_ids.data(),
+                room(s.router_weights, picked));
+  run_experts(projector_, layer.experts, s.router_ids.data(), s.router_weights.data(), params.experts_per_token,
+              s.normed.data(), rows, s.branch.data(), s.mlp);
+}
+
+}  // namespace v0
+}  // namespace gannet

@@ -1,0 +1,144 @@
+// The decoder of the supported families over a checkpoint's mapped weights: embedding, norms, MLA with or without an
+// indexer, dense and mixture-of-experts MLPs, lm_head. Attention runs through the public backends; activations are
+// fp32.
+//
+//   Decoder decoder(context, checkpoint, options);
+//   decoder.forward(step, ids, {.logit_rows = rows, .logits = out});
+//
+// Forms of attention. DSA layers always run the absorbed form over what their indexer chose, prefill and decode alike.
+// Dense MLA layers run the expanded form for prefill rows (prefixes in chunks) and the absorbed one for decode rows; in
+// the invariant mode the absorbed one for every row, since the two differ in rounding.
+//
+// Errors: Error(kCorruptFile) for tensors that are missing or of another dtype or shape; what the backend refuses.
+// Thread safety: used by one thread at a time; spreads its work over the context's executor.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "gannet/attention.h"
+#include "gannet/kv_pool.h"
+#include "model/checkpoint.h"
+#include "model/linear.h"
+#include "model/moe.h"
+#include "model/rope_table.h"
+
+namespace gannet {
+inline namespace v0 {
+
+/// How attention reads a query: the projections give fp32.
+enum class QueryPrecision : uint8_t {
+  kF32,
+  kBf16,  ///< rounded to bf16 before attention; faster where the machine multiplies bf16
+};
+
+struct DecoderOptions {
+  std::string backend = {};  ///< name in the attention registry; empty: the architecture's default
+  std::string impl = {};     ///< implementation to force for every operation
+  LatentFormat latent_format = LatentFormat::kBf16;
+  float latent_scale = 0.0f;  ///< LatentFormat::kE4m3 only
+  IndexKFormat index_format = IndexKFormat::kE4m3;
+  ScaleFormat index_scale_format = ScaleFormat::kFp32;
+  int32_t page_size = 64;
+  int64_t num_pages = 0;                 ///< of the pools, page 0 included
+  int64_t max_context_len = 0;           ///< tokens; 0: the checkpoint's max_position_embeddings
+  int64_t prefix_chunk_capacity = 2048;  ///< dense prefill: prefix tokens expanded at a time, H*(N+P+V) values each
+  QueryPrecision query = QueryPrecision::kF32;
+  bool invariant = false;  ///< rows' bits do not depend on chunks, batch neighbours or threads
+};
+
+/// Bytes of cache that one token takes, over all layers.
+struct KvCost {
+  int64_t latent_bytes = 0;
+  int64_t index_bytes = 0;
+  int64_t total() const noexcept { return latent_bytes + index_bytes; }
+};
+KvCost kv_cost(const ModelConfig& config, LatentFormat latent, IndexKFormat index);
+
+/// Counters over all steps so far.
+struct DecoderStats {
+  double attention_seconds = 0.0;  ///< in the backend: writing caches, selecting, attending
+  double total_seconds = 0.0;      ///< in forward()
+  int64_t attended_keys = 0;       ///< keys that rows of sparse layers attended to
+  int64_t visible_keys = 0;        ///< keys that they could have
+};
+
+/// What an indexer chose for the rows of a step. Views are valid during the call.
+struct SelectionEvent {
+  int32_t layer;
+  TensorView q;          ///< fp32 [rows, Hi, Di], rotated
+  TensorView weights;    ///< fp32 [rows, Hi]
+  TopKSelection chosen;  ///< with positions
+  const StepPlan& step;
+  IndexCacheView cache;
+};
+
+struct ForwardOutputs {
+  std::span<const int64_t> logit_rows = {};  ///< rows of the step whose logits are wanted
+  float* logits = nullptr;                   ///< [logit_rows, vocab]
+  std::function<void(const SelectionEvent&)> on_selection = {};
+};
+
+class Decoder {
+ public:
+  /// `context` and `checkpoint` outlive the decoder. Memory of the pools is touched as pages are written.
+  Decoder(const Context& context, Checkpoint& checkpoint, const DecoderOptions& options);
+  ~Decoder();
+  Decoder(const Decoder&) = delete;
+  Decoder& operator=(const Decoder&) = delete;
+
+  /// One step of a batch; ids are those of its rows [num_rows], each below vocab_size.
+  void forward(const BatchStep& step, std::span<const int32_t> ids, const ForwardOutputs& outputs);
+
+  const ModelConfig& config() const noexcept { return config_; }
+  const DecoderOptions& options() const noexcept { return options_; }
+  int64_t num_pages() const noexcept { return options_.num_pages; }
+  int64_t pool_bytes() const noexcept;
+  const DecoderStats& stats() const noexcept { return stats_; }
+  AttentionBackend& backend() noexcept { return *backend_; }
+  const Projector& projector() const noexcept { return projector_; }
+  /// Tensors of the checkpoint that belong to no layer of this model and to no MTP layer: to be reported.
+  const std::vector<std::string>& unknown_tensors() const noexcept { return unknown_; }
+
+ private:
+  struct Layer;
+  struct Scratch;
+  void load(Checkpoint& checkpoint);
+  void make_backend();
+  void attention(int32_t index, const Layer& layer, int64_t rows, const ForwardOutputs& outputs);
+  void sparse_attention(int32_t index, const Layer& layer, int64_t rows, const KvRows& kv,
+                        const ForwardOutputs& outputs);
+  void dense_attention(int32_t index, const Layer& layer, int64_t rows, const KvRows& kv);
+  void absorb(const Layer& layer, Range rows);
+  void unabsorb(const Layer& layer, Range rows);
+  void expand(const Layer& layer, const float* latent, int64_t rows, float* k_nope, float* v);
+  void mlp(const Layer& layer, int64_t rows);
+  void rotate(float* x, int64_t rows, int64_t heads, int64_t width, int64_t row_stride, int32_t offset,
+              RopePairing pairing);
+  /// A view of fp32 values in the form that attention reads: as they are, or rounded into `storage`.
+  TensorView query_view(float* x, std::initializer_list<int64_t> shape, std::vector<Bf16>& storage);
+
+  const Context* context_;
+  ModelConfig config_;
+  DecoderOptions options_;
+  SerialExecutor serial_;
+  Executor* executor_;
+  Projector projector_;
+  RopeTable rope_;
+  WeightView embed_, lm_head_;
+  std::vector<float> final_norm_;
+  std::vector<Layer> layers_;
+  std::vector<std::string> unknown_;
+  std::unique_ptr<LatentPool> latent_pool_;
+  std::unique_ptr<IndexKPool> index_pool_;
+  std::unique_ptr<AttentionBackend> backend_;
+  std::unique_ptr<SelectionBuffer> selection_;
+  std::unique_ptr<Scratch> scratch_;
+  DecoderStats stats_;
+};
+
+}  // namespace v0
+}  // namespace gannet
