@@ -152,6 +152,12 @@ GANNET_INLINE void e4m3_to_bf16(const uint8_t* p, uint16_t* out, int n) {
   }
 }
 
+inline constexpr int kFewestGroupLanes = 4;
+GANNET_INLINE F sum_groups(F v, int lanes) {
+  v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4E));  // + the lane 2 further, of four
+  v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xB1));  // + its neighbour
+  return lanes == 4 ? v : _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0xB1));  // + the next four
+}
 GANNET_INLINE F and_mask(F a, W mask) { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), mask)); }
 GANNET_INLINE W order_key(F x) {
   const __m512i u = _mm512_castps_si512(_mm512_add_ps(x, _mm512_setzero_ps()));

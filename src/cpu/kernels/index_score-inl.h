@@ -8,7 +8,7 @@
 //     in one chain: no shuffles, and the same bits wherever the row or the key happens to be in a tile.
 //   - registers hold a tile of keys x vectors of lanes: 6 x 4 with 32 registers (24 accumulators, 4 queries, 1 or 2
 //     broadcasts): 10 loads for 24 dot products. Fewer heads give 9 x 3 and 12 x 2 or 12 x 1; several rows of a request
-//     fill the lanes where heads do not.
+//     fill the vectors of a tile, and the lanes of a vector (kLanes / 2 heads and fewer), where the heads of one do not.
 //   - relu, weight and head sum follow while the tile is in registers: 2 operations a vector and one horizontal sum a
 //     (row, key), about 5 % of the 64 steps of the dot product.
 //   - keys go in blocks of kKeyBlock, which all rows of a block of rows use while it is in the first two cache levels.
@@ -41,6 +41,10 @@ static_assert(kKeyBlock % tile_keys(1) == 0 && kKeyBlock % tile_keys(2) == 0 && 
               kKeyBlock % tile_keys(4) == 0);
 constexpr int kMaxBlockLanes = 512;  // lanes of a row block: 8 rows of 64 heads, 128 KiB of packed queries, half of L2
 constexpr int kMaxBlockRows = 32;
+constexpr int kMaxTileRows = kTileVectors * kLanes / kFewestGroupLanes;
+static_assert(kMaxBlockRows % (kLanes / kFewestGroupLanes) == 0);
+
+constexpr int64_t kCacheLine = 64;
 
 constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 constexpr int64_t divide_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
@@ -89,8 +93,10 @@ struct IndexProblem {
   int head_dim;
   bool pairs;            // PairStep rather than ValueStep
   int num_words;         // steps of a dot product
-  int vectors_per_row;
-  int rows_per_block;
+  int vectors_per_row;   // 1 where several rows share a vector
+  int rows_per_vector;   // 1 where a row fills a vector or more
+  int lanes_per_row;     // within the last, or shared, vector of a row
+  int rows_per_block;    // a multiple of rows_per_vector
 };
 
 template <class Params>
@@ -110,16 +116,24 @@ GANNET_INLINE IndexProblem index_problem(const Params& p) {
   x.pairs = kNativeDot2 && p.q.dtype == DType::kBf16 && narrow_cache;
   x.num_words = x.pairs ? x.head_dim / 2 : x.head_dim;
   x.vectors_per_row = static_cast<int>(divide_up(x.num_heads, kLanes));
-  const int fitting = kMaxBlockLanes / (x.vectors_per_row * kLanes);
+  x.lanes_per_row = kLanes;
+  while (x.lanes_per_row > kFewestGroupLanes && x.num_heads <= x.lanes_per_row / 2) x.lanes_per_row /= 2;
+  x.rows_per_vector = kLanes / x.lanes_per_row;
+  const int fitting = kMaxBlockLanes / (x.vectors_per_row * x.lanes_per_row);
   x.rows_per_block = fitting < 1 ? 1 : fitting > kMaxBlockRows ? kMaxBlockRows : fitting;
   return x;
+}
+
+/// Lane vectors of a block of num_rows rows.
+GANNET_INLINE int64_t block_vectors(const IndexProblem& x, int64_t num_rows) {
+  return divide_up(num_rows, x.rows_per_vector) * x.vectors_per_row;
 }
 
 /// A worker's memory. Everything but the sizes lies in the workspace.
 struct IndexScratch {
   int64_t* packed_block;  // the row block whose queries are packed, or -1
   uint32_t* queries;      // tiles of [num_words][vectors][kLanes]
-  float* weights;         // [rows_per_block][vectors_per_row][kLanes]
+  float* weights;         // [block_vectors][kLanes]
   std::byte* keys;        // [kKeyBlock][head_dim] converted keys
   float* partial;         // [kKeyBlock][kLanes] head sums of rows that need several tiles
 };
@@ -127,14 +141,14 @@ struct IndexScratch {
 constexpr int64_t kScratchAlignment = 64;
 
 GANNET_INLINE int64_t index_scratch_bytes(const IndexProblem& x) {
-  const int64_t lanes = int64_t{x.rows_per_block} * x.vectors_per_row * kLanes;
+  const int64_t lanes = block_vectors(x, x.rows_per_block) * kLanes;
   return kScratchAlignment + round_up(lanes * x.num_words * 4, kScratchAlignment) + round_up(lanes * 4, kScratchAlignment) +
          round_up(int64_t{kKeyBlock} * x.head_dim * 4, kScratchAlignment) +
          round_up(int64_t{kKeyBlock} * kLanes * 4, kScratchAlignment);
 }
 
 GANNET_INLINE IndexScratch index_scratch(const IndexProblem& x, std::byte* memory) {
-  const int64_t lanes = int64_t{x.rows_per_block} * x.vectors_per_row * kLanes;
+  const int64_t lanes = block_vectors(x, x.rows_per_block) * kLanes;
   IndexScratch s;
   s.packed_block = reinterpret_cast<int64_t*>(memory);
   memory += kScratchAlignment;
@@ -194,16 +208,17 @@ GANNET_INLINE RowBlock row_block(const IndexProblem& x, const int64_t* blocks_be
 
 // ---- queries --------------------------------------------------------------------------------------------------------
 
-/// Lane vectors and rows of the tile that starts at vector `vector` of row `row` of a block of num_rows rows.
+/// A unit is what lies in vectors_per_row consecutive vectors: a row, or the rows_per_vector rows that share a vector.
+/// Vectors and units of the tile that starts at vector `vector` of unit `unit` of a block of num_units.
 struct TileShape {
   int vectors;
-  int rows;  // 1 where a row needs several tiles
+  int units;  // 1 where a unit needs several tiles
 };
-GANNET_INLINE TileShape tile_shape(int vectors_per_row, int num_rows, int row, int vector) {
+GANNET_INLINE TileShape tile_shape(int vectors_per_row, int num_units, int unit, int vector) {
   if (vectors_per_row > kTileVectors)
     return {static_cast<int>(smaller(kTileVectors, vectors_per_row - vector)), 1};
-  const int rows = static_cast<int>(smaller(kTileVectors / vectors_per_row, num_rows - row));
-  return {rows * vectors_per_row, rows};
+  const int units = static_cast<int>(smaller(kTileVectors / vectors_per_row, num_units - unit));
+  return {units * vectors_per_row, units};
 }
 
 GANNET_INLINE uint32_t query_word(const TensorView& q, int64_t row, int64_t head, int word, bool pairs) {
@@ -220,34 +235,34 @@ GANNET_INLINE uint32_t query_word(const TensorView& q, int64_t row, int64_t head
 }
 
 inline void pack_queries(const IndexProblem& x, const RowBlock& block, const IndexScratch& scratch) {
+  const int num_units = static_cast<int>(divide_up(block.num_rows, x.rows_per_vector));
   uint32_t* out = scratch.queries;
-  for (int row = 0, vector = 0; row < block.num_rows;) {
-    const TileShape tile = tile_shape(x.vectors_per_row, block.num_rows, row, vector);
+  float* weights = scratch.weights;
+  for (int unit = 0, vector = 0; unit < num_units;) {
+    const TileShape tile = tile_shape(x.vectors_per_row, num_units, unit, vector);
+    const int64_t step = int64_t{tile.vectors} * kLanes;
     for (int v = 0; v < tile.vectors; ++v) {
-      const int64_t r = block.row(row + (tile.rows > 1 ? v / x.vectors_per_row : 0));
-      const int in_row = tile.rows > 1 ? v % x.vectors_per_row : vector + v;
+      const int of_unit = unit + (tile.units > 1 ? v / x.vectors_per_row : 0);
+      const int in_row = tile.units > 1 ? v % x.vectors_per_row : vector + v;
       for (int lane = 0; lane < kLanes; ++lane) {
-        const int64_t head = int64_t{in_row} * kLanes + lane;
+        const int i = of_unit * x.rows_per_vector + lane / x.lanes_per_row;
+        const int64_t head = int64_t{in_row} * kLanes + lane % x.lanes_per_row;
         uint32_t* to = out + v * kLanes + lane;
-        const int64_t step = int64_t{tile.vectors} * kLanes;
-        if (head < x.num_heads) {
-          for (int c = 0; c < x.num_words; ++c) to[c * step] = query_word(x.q, r, head, c, x.pairs);
+        if (i < block.num_rows && head < x.num_heads) {
+          for (int c = 0; c < x.num_words; ++c) to[c * step] = query_word(x.q, block.row(i), head, c, x.pairs);
+          *weights++ = x.weights.ptr<const float>(block.row(i))[head];
         } else {
           for (int c = 0; c < x.num_words; ++c) to[c * step] = 0;
+          *weights++ = 0.0f;
         }
       }
     }
-    out += int64_t{tile.vectors} * kLanes * x.num_words;
+    out += step * x.num_words;
     vector += tile.vectors;
     if (x.vectors_per_row <= kTileVectors || vector == x.vectors_per_row) {
-      row += tile.rows;
+      unit += tile.units;
       vector = 0;
     }
-  }
-  const int64_t lanes = int64_t{x.vectors_per_row} * kLanes;
-  for (int row = 0; row < block.num_rows; ++row) {
-    const float* w = x.weights.ptr<const float>(block.row(row));
-    for (int64_t h = 0; h < lanes; ++h) scratch.weights[row * lanes + h] = h < x.num_heads ? w[h] : 0.0f;
   }
 }
 
@@ -276,6 +291,24 @@ GANNET_INLINE void expand_e4m3(const uint8_t* in, float* out, int n) {
     uint8_t rest[kLanes] = {};
     std::memcpy(rest, in + i, static_cast<size_t>(n - i));
     storeu_n(out + i, load_e4m3(rest), n - i);
+  }
+}
+
+/// Asks for keys [first, first + count) of a request to come to the second cache level: pages lie anywhere, so the
+/// processor cannot guess the next one.
+GANNET_INLINE void prefetch_keys(const IndexProblem& x, const RequestRows& request, int64_t first, int64_t count) {
+  const IndexCacheView& cache = x.cache;
+  const int64_t page_size = cache.page_size;
+  const int64_t value_bytes =
+      x.head_dim * (cache.format == IndexKFormat::kF32 ? 4 : cache.format == IndexKFormat::kBf16 ? 2 : 1);
+  while (count > 0) {
+    const int64_t page = first / page_size, offset = first % page_size;
+    const int64_t n = smaller(count, page_size - offset);
+    const std::byte* values = cache.values(int64_t{request.pages[page]} * page_size + offset);
+    for (int64_t b = 0; b < n * value_bytes; b += kCacheLine) __builtin_prefetch(values + b, 0, 2);
+    if (cache.format == IndexKFormat::kE4m3) __builtin_prefetch(cache.scale(int64_t{request.pages[page]} * page_size + offset), 0, 2);
+    first += n;
+    count -= n;
   }
 }
 
@@ -313,25 +346,31 @@ inline void load_keys(const IndexProblem& x, const RequestRows& request, int64_t
 
 // ---- the tile -------------------------------------------------------------------------------------------------------
 
-/// One packed tile of queries against a block of keys. Row r of the tile stores its logits to out[r][0 .. limit[r]).
+/// One packed tile of queries against a block of keys. Row r of the tile stores its logits to out[r][0 .. limit[r]);
+/// rows are counted unit by unit.
 struct TileTask {
   const uint32_t* queries;  // [num_words][vectors][kLanes]
   const float* weights;     // [vectors][kLanes]
   int num_words;
   const KeyBlock* keys;
   bool scaled;         // multiply by keys->scales
-  W last_lanes;        // ones in the lanes of a row's last vector that are heads
+  int lanes_per_row;
+  W last_lanes;        // ones in the lanes of a unit's last vector that are heads
   float* partial;      // [kKeyBlock][kLanes]: head sums of a row's earlier tiles
   bool first_of_row;   // partial holds nothing yet
   bool last_of_row;    // the row ends in this tile
-  float* out[kTileVectors];
-  int limit[kTileVectors];
+  float* out[kMaxTileRows];
+  int limit[kMaxTileRows];
 };
 
-template <class Step, int kVectors, int kRows>
+GANNET_INLINE void store_logit(const TileTask& task, int row, int key, float sum) {
+  task.out[row][key] = task.scaled ? sum * task.keys->scales[key] : sum;
+}
+
+template <class Step, int kVectors, int kUnits>
 inline __attribute__((noinline)) void score_tile(const TileTask& task) {
   constexpr int kKeys = tile_keys(kVectors);
-  constexpr int kPerRow = kVectors / kRows;
+  constexpr int kPerUnit = kVectors / kUnits;
   const int count = task.keys->count;
   for (int t = 0; t < count; t += kKeys) {
     // Beyond the last key its values repeat; those results are dropped.
@@ -355,21 +394,27 @@ inline __attribute__((noinline)) void score_tile(const TileTask& task) {
       }
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
+    for (int u = 0; u < kUnits; ++u) {
 #pragma GCC unroll 16
       for (int i = 0; i < kKeys; ++i) {
         F sum = task.first_of_row || t + i >= count ? zero() : loadu(task.partial + (t + i) * kLanes);
 #pragma GCC unroll 16
-        for (int v = 0; v < kPerRow; ++v) {
-          F x = max(zero(), acc[i][r * kPerRow + v]);  // NaN stays
-          if (v == kPerRow - 1 && task.last_of_row) x = and_mask(x, task.last_lanes);
-          sum = fma(loadu(task.weights + (r * kPerRow + v) * kLanes), x, sum);
+        for (int v = 0; v < kPerUnit; ++v) {
+          F x = max(zero(), acc[i][u * kPerUnit + v]);  // NaN stays
+          if (v == kPerUnit - 1 && task.last_of_row) x = and_mask(x, task.last_lanes);
+          sum = fma(loadu(task.weights + (u * kPerUnit + v) * kLanes), x, sum);
         }
         if (!task.last_of_row) {
           if (t + i < count) storeu(task.partial + (t + i) * kLanes, sum);
-        } else if (t + i < task.limit[r]) {
-          const float logit = reduce_add(sum);
-          task.out[r][t + i] = task.scaled ? logit * task.keys->scales[t + i] : logit;
+        } else if (task.lanes_per_row == kLanes) {
+          if (t + i < task.limit[u]) store_logit(task, u, t + i, reduce_add(sum));
+        } else {
+          float sums[kLanes];
+          storeu(sums, sum_groups(sum, task.lanes_per_row));
+          const int rows = kLanes / task.lanes_per_row;
+          for (int r = 0; r < rows; ++r) {
+            if (t + i < task.limit[u * rows + r]) store_logit(task, u * rows + r, t + i, sums[r * task.lanes_per_row]);
+          }
         }
       }
     }
@@ -378,7 +423,7 @@ inline __attribute__((noinline)) void score_tile(const TileTask& task) {
 
 template <class Step>
 GANNET_INLINE void score_tile_of(TileShape shape, const TileTask& task) {
-  if (shape.rows == 1) {
+  if (shape.units == 1) {
     switch (shape.vectors) {
       case 1: return score_tile<Step, 1, 1>(task);
       case 2: return score_tile<Step, 2, 1>(task);
@@ -386,7 +431,7 @@ GANNET_INLINE void score_tile_of(TileShape shape, const TileTask& task) {
       default: return score_tile<Step, 4, 1>(task);
     }
   }
-  if (shape.vectors == 4 && shape.rows == 2) return score_tile<Step, 4, 2>(task);
+  if (shape.vectors == 4 && shape.units == 2) return score_tile<Step, 4, 2>(task);
   switch (shape.vectors) {
     case 2: return score_tile<Step, 2, 2>(task);
     case 3: return score_tile<Step, 3, 3>(task);
@@ -397,29 +442,34 @@ GANNET_INLINE void score_tile_of(TileShape shape, const TileTask& task) {
 /// Logits of the keys [begin, end) for a packed row block: row i stores those below limits[i] to out[i][key - begin].
 inline void score_keys(const IndexProblem& x, const RowBlock& block, const IndexScratch& scratch, int64_t begin, int64_t end,
                        float* const* out, const int64_t* limits) {
-  const int tail_heads = x.num_heads - (x.vectors_per_row - 1) * kLanes;
+  const int last_heads = x.num_heads - (x.vectors_per_row - 1) * kLanes;
+  const int num_units = static_cast<int>(divide_up(block.num_rows, x.rows_per_vector));
   uint32_t last_lanes[kLanes];
-  for (int i = 0; i < kLanes; ++i) last_lanes[i] = i < tail_heads ? 0xffffffffu : 0u;
+  for (int i = 0; i < kLanes; ++i) last_lanes[i] = i % x.lanes_per_row < last_heads ? 0xffffffffu : 0u;
   KeyBlock keys;
   TileTask task;
   task.num_words = x.num_words;
   task.keys = &keys;
   task.scaled = x.cache.format == IndexKFormat::kE4m3;
+  task.lanes_per_row = x.lanes_per_row;
   task.last_lanes = load_w(last_lanes);
   task.partial = scratch.partial;
   for (int64_t first = begin; first < end; first += kKeyBlock) {
     load_keys(x, block.request, first, static_cast<int>(smaller(kKeyBlock, end - first)), scratch.keys, &keys);
+    if (first + kKeyBlock < end)
+      prefetch_keys(x, block.request, first + kKeyBlock, smaller(kKeyBlock, end - first - kKeyBlock));
     task.queries = scratch.queries;
-    for (int row = 0, vector = 0; row < block.num_rows;) {
-      const TileShape tile = tile_shape(x.vectors_per_row, block.num_rows, row, vector);
-      task.weights = scratch.weights + (int64_t{row} * x.vectors_per_row + vector) * kLanes;
+    task.weights = scratch.weights;
+    for (int unit = 0, vector = 0; unit < num_units;) {
+      const TileShape tile = tile_shape(x.vectors_per_row, num_units, unit, vector);
       task.first_of_row = vector == 0;
       task.last_of_row = x.vectors_per_row <= kTileVectors || vector + tile.vectors == x.vectors_per_row;
       bool wanted = false;
-      for (int r = 0; r < tile.rows; ++r) {
-        const int64_t limit = limits[row + r] - first;
+      for (int r = 0; r < tile.units * x.rows_per_vector; ++r) {
+        const int i = unit * x.rows_per_vector + r;
+        const int64_t limit = i < block.num_rows ? limits[i] - first : 0;
         task.limit[r] = static_cast<int>(limit < 0 ? 0 : smaller(limit, keys.count));
-        task.out[r] = out[row + r] + (first - begin);
+        task.out[r] = i < block.num_rows ? out[i] + (first - begin) : nullptr;
         wanted = wanted || limit > 0;
       }
       if (wanted) {
@@ -427,9 +477,10 @@ inline void score_keys(const IndexProblem& x, const RowBlock& block, const Index
         else score_tile_of<ValueStep>(tile, task);
       }
       task.queries += int64_t{tile.vectors} * kLanes * x.num_words;
+      task.weights += tile.vectors * kLanes;
       vector += tile.vectors;
       if (task.last_of_row) {
-        row += tile.rows;
+        unit += tile.units;
         vector = 0;
       }
     }
