@@ -101,9 +101,9 @@ struct AttendAll {};
 
 /// The keys that an indexer chose: a list of slots for each row, packed, -1 behind it.
 struct TopKSelection {
-  TensorView slots;      ///< int32 [rows, index_topk]
-  TensorView lens;       ///< int32 [rows]
-  TensorView positions;  ///< optional int32 [rows, index_topk]: the same entries as positions in the request, ascending
+  TensorView slots;           ///< int32 [rows, index_topk]
+  TensorView lens;            ///< int32 [rows]
+  TensorView positions = {};  ///< optional int32 [rows, index_topk]: the same as positions in the request
 };
 
 /// What a row attends to; there is no default.
@@ -142,8 +142,8 @@ struct AttendCall {
   TensorView q;  ///< fp32 or bf16 [rows, H, R+P], absorbed
   StepWrite write;
   Selection selection;
-  TensorView out;  ///< fp32 or bf16 [rows, H, R]
-  TensorView lse;  ///< optional fp32 [rows, H], natural logarithm
+  TensorView out;       ///< fp32 or bf16 [rows, H, R]
+  TensorView lse = {};  ///< optional fp32 [rows, H], natural logarithm
 };
 
 /// Up-projection of latent rows by kv_b: latent [n, R] -> k_nope [n, H, N], v [n, H, V], all packed and of q's dtype.
@@ -159,7 +159,7 @@ struct DensePrefillCall {
   StepWrite write;
   ExpandLatent expand;  ///< called once for each prefix chunk; required where a request has a prefix
   TensorView out;       ///< same dtype [rows, H, V]
-  TensorView lse;       ///< optional fp32 [rows, H], natural logarithm
+  TensorView lse = {};  ///< optional fp32 [rows, H], natural logarithm
 };
 
 /// A pass of dense prefill over one prefix chunk, for an engine that runs the loop itself.

@@ -127,14 +127,14 @@ struct Rope {
 /// Query row a of request r, of nq, sees key b of nk iff not causal or b <= a + (nk - nq).
 struct RaggedPrefill {
   static constexpr const char* kName = "ragged_prefill";
-  TensorView q;           ///< fp32 or bf16 [q_rows, H, N+P]
-  TensorView k;           ///< same dtype [kv_rows, H, N+P], or [kv_rows, H, N] with k_rope
-  TensorView k_rope;      ///< optional, same dtype [kv_rows, P]: the rotated part that all heads share
-  TensorView v;           ///< same dtype [kv_rows, H, V]
-  TensorView cu_q_lens;   ///< int32 [B+1]
-  TensorView cu_kv_lens;  ///< int32 [B+1]
-  TensorView out;         ///< out, fp32 or bf16 [q_rows, H, V]
-  TensorView lse;         ///< out, optional fp32 [q_rows, H], natural logarithm
+  TensorView q;            ///< fp32 or bf16 [q_rows, H, N+P]
+  TensorView k;            ///< same dtype [kv_rows, H, N+P], or [kv_rows, H, N] with k_rope
+  TensorView k_rope = {};  ///< optional, same dtype [kv_rows, P]: the rotated part that all heads share
+  TensorView v;            ///< same dtype [kv_rows, H, V]
+  TensorView cu_q_lens;    ///< int32 [B+1]
+  TensorView cu_kv_lens;   ///< int32 [B+1]
+  TensorView out;          ///< out, fp32 or bf16 [q_rows, H, V]
+  TensorView lse = {};     ///< out, optional fp32 [q_rows, H], natural logarithm
   float softmax_scale = 0.0f;
   bool causal = true;
 
@@ -159,12 +159,12 @@ enum class LseBase : uint8_t { kNatural, kTwo };
 /// decide what is empty; else an LSE of -inf does.
 struct MergeState {
   static constexpr const char* kName = "merge_state";
-  TensorView out_a;    ///< in/out, fp32 or bf16 [rows, H, D]
-  TensorView lse_a;    ///< in/out, fp32 [rows, H]
-  TensorView out_b;    ///< same dtype [rows, H, D]
-  TensorView lse_b;    ///< fp32 [rows, H]
-  TensorView count_a;  ///< optional int32 [rows]: keys behind side a of each row
-  TensorView count_b;  ///< optional int32 [rows]
+  TensorView out_a;         ///< in/out, fp32 or bf16 [rows, H, D]
+  TensorView lse_a;         ///< in/out, fp32 [rows, H]
+  TensorView out_b;         ///< same dtype [rows, H, D]
+  TensorView lse_b;         ///< fp32 [rows, H]
+  TensorView count_a = {};  ///< optional int32 [rows]: keys behind side a of each row
+  TensorView count_b = {};  ///< optional int32 [rows]
   LseBase base = LseBase::kNatural;
 
   template <class Self, class F>
@@ -187,8 +187,8 @@ struct MlaDecode {
   LatentCacheView cache;
   PageTableView pages;
   QueryRows rows;
-  TensorView out;  ///< out, fp32 or bf16 [rows, H, R]
-  TensorView lse;  ///< out, optional fp32 [rows, H], natural logarithm
+  TensorView out;       ///< out, fp32 or bf16 [rows, H, R]
+  TensorView lse = {};  ///< out, optional fp32 [rows, H], natural logarithm
   float softmax_scale = 0.0f;
 
   template <class Self, class F>
@@ -259,10 +259,10 @@ struct IndexSelect {
   IndexCacheView cache;
   PageTableView pages;
   QueryRows rows;
-  int64_t max_seq_len = 0;    ///< no row sees more keys than this; sizes the workspace
-  TensorView topk_slots;      ///< out, int32 [rows, k]
-  TensorView topk_lens;       ///< out, int32 [rows]
-  TensorView topk_positions;  ///< out, optional int32 [rows, k]
+  int64_t max_seq_len = 0;         ///< no row sees more keys than this; sizes the workspace
+  TensorView topk_slots;           ///< out, int32 [rows, k]
+  TensorView topk_lens;            ///< out, int32 [rows]
+  TensorView topk_positions = {};  ///< out, optional int32 [rows, k]
 
   template <class Self, class F>
   static void for_each_view(Self& s, F&& f) {
@@ -285,10 +285,10 @@ struct SparseAttention {
   static constexpr const char* kName = "sparse_attention";
   TensorView q;  ///< fp32 or bf16 [rows, H, R+P]
   LatentCacheView cache;
-  TensorView topk_slots;  ///< int32 [rows, k]
-  TensorView topk_lens;   ///< optional int32 [rows]
-  TensorView out;         ///< out, fp32 or bf16 [rows, H, R]
-  TensorView lse;         ///< out, optional fp32 [rows, H], natural logarithm
+  TensorView topk_slots;      ///< int32 [rows, k]
+  TensorView topk_lens = {};  ///< optional int32 [rows]
+  TensorView out;             ///< out, fp32 or bf16 [rows, H, R]
+  TensorView lse = {};        ///< out, optional fp32 [rows, H], natural logarithm
   float softmax_scale = 0.0f;
 
   template <class Self, class F>

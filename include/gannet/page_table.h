@@ -63,9 +63,9 @@ GANNET_API const char* to_string(RowBound b) noexcept;
 
 /// The query rows of a call: request-major, either q_len rows for each request or a ragged count.
 struct QueryRows {
-  TensorView seq_lens;   ///< int32 [num_requests], tokens; 0 and less: no keys
-  int32_t q_len = 1;     ///< rows per request, used when cu_q_lens is not given
-  TensorView cu_q_lens;  ///< optional int32 [num_requests + 1], cumulative rows per request, starts at 0
+  TensorView seq_lens;        ///< int32 [num_requests], tokens; 0 and less: no keys
+  int32_t q_len = 1;          ///< rows per request, used when cu_q_lens is not given
+  TensorView cu_q_lens = {};  ///< optional int32 [num_requests + 1], cumulative rows per request, starts at 0
   RowBound bound = RowBound::kCausalFull;
 
   template <class Self, class F>
