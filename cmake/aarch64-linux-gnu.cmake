@@ -1,5 +1,5 @@
 # Cross build for aarch64 with Debian's g++-aarch64-linux-gnu. The attention library needs no arm64 packages: fmt is
-# header-only, so its headers are taken from the host. With qemu-user the tests run too.
+# header-only, so its headers are taken from the host (cmake/fmt.cmake). With qemu-user the tests run too.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
