@@ -80,14 +80,14 @@ struct AttentionCapabilities {
 /// The caches of one layer. All layers of a backend share format, geometry, pages and strides.
 struct LayerCaches {
   LatentCacheView latent;
-  std::optional<IndexCacheView> index;  ///< layers with an indexer
+  std::optional<IndexCacheView> index = {};  ///< layers with an indexer
 };
 
 /// This step's rows of one layer, for the rows of the call; each written to the step's slots.
 struct KvRows {
   TensorView latent;   ///< fp32 or bf16 [rows, R], the normalised kv_a
   TensorView rope;     ///< same dtype [rows, P], the rotated k_pe
-  TensorView index_k;  ///< fp32 or bf16 [rows, Di]; only for a layer with an index cache
+  TensorView index_k = {};  ///< fp32 or bf16 [rows, Di]; only for a layer with an index cache
 };
 
 /// The rows are in the caches: by write(), by an earlier call on this layer, or by the engine's own hand.
