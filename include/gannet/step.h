@@ -193,5 +193,17 @@ class GANNET_API StepPlan {
   PrefixChunkPlan chunks_;
 };
 
+// ---- drafts -------------------------------------------------------------------------------------------------------
+
+/// After speculative verify: what is left of a request of q_len rows when `accepted` of them stand, the bonus token
+/// included (spec 1.5). Fewer than 1 count as 1, more than q_len as q_len.
+///   rows[r]      the row of the step that a draft goes on from: an extend's last row (-1 for one without new rows),
+///                row accepted - 1 of a decode
+///   seq_lens[r]  the tokens of the request then: all of an extend, seq_len - q_len + accepted of a decode; 0 stays 0
+/// accepted: [decode requests]; rows and seq_lens: [num_requests]. Nothing is changed in place, so that it may be
+/// called any number of times. Throws for other sizes.
+GANNET_API void narrow_rows(const StepPlan& step, std::span<const int32_t> accepted, std::span<int32_t> rows);
+GANNET_API void narrow_seq_lens(const StepPlan& step, std::span<const int32_t> accepted, std::span<int32_t> seq_lens);
+
 }  // namespace v0
 }  // namespace gannet

@@ -123,8 +123,62 @@ void BackendCore::bind(std::span<const LayerCaches> layers) {
              to_string(index.format), index.page_stride_bytes, to_string(first_index->format),
              first_index->page_stride_bytes);
   }
+  for (const LayerCaches& l : layers)  // they agree: the first one of a kind speaks for all
+    if (&l == &layers[0] || (l.index && &*l.index == first_index)) probe(l);
   layers_.assign(layers.begin(), layers.end());
   state_ = State::kBound;
+}
+
+void BackendCore::probe(const LayerCaches& caches) const {
+  const auto plan = [&](const auto& params) {
+    (void)OpPlan<std::decay_t<decltype(params)>>(context_, params, config_.plan);
+  };
+  const int64_t heads = config_.num_heads, r = config_.geometry.latent_dim, p = config_.geometry.rope_dim;
+  const auto tensor = [&](DType t, std::initializer_list<int64_t> shape) {
+    return view(nullptr, t, shape, config_.device);
+  };
+  const TensorView slots = tensor(DType::kI32, {1});
+  const PageTableView pages = PageTableView::padded(tensor(DType::kI32, {1, 1}));
+  const QueryRows rows{
+      .seq_lens = tensor(DType::kI32, {1}), .q_len = 1, .cu_q_lens = {}, .bound = RowBound::kCausalFull};
+  const auto all = [&](DType t) {
+    const TensorView q = tensor(t, {1, heads, r + p}), out = tensor(t, {1, heads, r});
+    plan(LatentWrite{.latent = tensor(t, {1, r}), .rope = tensor(t, {1, p}), .slots = slots, .cache = caches.latent});
+    MlaDecode dense;
+    dense.q = q;
+    dense.cache = caches.latent;
+    dense.pages = pages;
+    dense.rows = rows;
+    dense.out = out;
+    dense.softmax_scale = config_.softmax_scale;
+    plan(dense);
+    if (!capabilities_.attend_sparse) return;
+    SparseAttention sparse;
+    sparse.q = q;
+    sparse.cache = caches.latent;
+    sparse.topk_slots = tensor(DType::kI32, {1, config_.indexer.topk});
+    sparse.out = out;
+    sparse.softmax_scale = config_.softmax_scale;
+    plan(sparse);
+    if (!caches.index) return;
+    plan(IndexKWrite{.k = tensor(t, {1, config_.indexer.head_dim}), .slots = slots, .cache = *caches.index});
+    IndexSelect select;
+    select.q = tensor(t, {1, config_.indexer.num_heads, config_.indexer.head_dim});
+    select.weights = tensor(DType::kF32, {1, config_.indexer.num_heads});
+    select.cache = *caches.index;
+    select.pages = pages;
+    select.rows = rows;
+    select.max_seq_len = config_.page_size;
+    select.topk_slots = tensor(DType::kI32, {1, config_.indexer.topk});
+    select.topk_lens = slots;
+    plan(select);
+  };
+  // Either type of activation will do; which one comes is not known yet.
+  try {
+    all(DType::kF32);
+  } catch (const Error&) {
+    all(DType::kBf16);
+  }
 }
 
 void BackendCore::prepare(const BatchStep& step) {

@@ -75,6 +75,9 @@ class BackendCore {
   enum class State { kUnbound, kBound, kIdle, kActive };
 
   std::string where(const char* call) const { return name_ + " " + call; }
+  /// Throws unless an implementation takes these caches, so that a pool is refused when it is bound rather than by the
+  /// first layer of the first step.
+  void probe(const LayerCaches& caches) const;
 
   std::string name_;
   AttentionCapabilities capabilities_;

@@ -1,6 +1,8 @@
 // "dsa": DeepSeek sparse attention. An indexer chooses the keys of each row, and every row, of prefill and decode
 // alike, is attended in the absorbed form over its list. Dense attention stays reachable, by type, for steps in which
 // every row sees at most index_topk keys, where it is the same function.
+#include <algorithm>
+
 #include "attention/backends.h"
 #include "attention/dense_delegate.h"
 
@@ -69,7 +71,7 @@ class DsaBackend final : public AttentionBackend {
     op.pages = step.pages(part);
     op.rows = core_.query_rows(part);
     // The reach of the plan's table, which grows by doubling: the longest row itself would be a new shape each step.
-    op.max_seq_len = op.pages.pages.shape[1] * step.page_size();
+    op.max_seq_len = std::min(op.pages.pages.shape[1] * step.page_size(), c.max_context_len);
     op.topk_slots = call.out.slots;
     op.topk_lens = call.out.lens;
     op.topk_positions = call.out.positions;

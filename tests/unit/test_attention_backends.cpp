@@ -123,10 +123,12 @@ World mini_batch(WorldOptions o) {
 class EveryImplementation : public testing::TestWithParam<ImplCase> {
  protected:
   void SetUp() override {
-    std::cout << "implementation " << GetParam().impl << ", " << to_string(GetParam().dtype) << "\n";
+    std::cout << "implementation " << GetParam().impl << ", " << GetParam().formats.name << "\n";
   }
   WorldOptions options(AttentionArch arch = AttentionArch::kMla) const {
-    return {.impl = GetParam().impl, .arch = arch, .dtype = GetParam().dtype};
+    const Formats& f = GetParam().formats;
+    return {
+        .impl = GetParam().impl, .arch = arch, .dtype = f.dtype, .latent_format = f.latent, .index_format = f.index};
   }
 };
 INSTANTIATE_TEST_SUITE_P(Attention, EveryImplementation, testing::ValuesIn(impl_cases()), case_name);

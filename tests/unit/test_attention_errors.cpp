@@ -8,7 +8,12 @@ namespace {
 
 constexpr ErrorCode kUnsupported = ErrorCode::kUnsupported;
 
-WorldOptions dsa(int32_t topk = 2048) { return {.impl = {}, .arch = AttentionArch::kDsa, .topk = topk}; }
+WorldOptions dsa(int32_t topk = 2048) {
+  WorldOptions o;
+  o.arch = AttentionArch::kDsa;
+  o.topk = topk;
+  return o;
+}
 
 World small_world(const WorldOptions& o = {}) {
   return World(o, {{.prefix = 70, .rows = 3, .id = 1}}, {{.prefix = 9, .rows = 1, .id = 2}});
@@ -131,6 +136,12 @@ TEST(AttentionBind, NamesWhatIsWrong) {
   EXPECT_TRUE(has(text(mla, [](L& l) { l[0].index.emplace(); }), "layer 0 has an index cache; accepted: none"));
   EXPECT_TRUE(has(text(dsa(), [](L& l) { l[0].index->head_dim = 64; }), "index head_dim of layer 0 is 64"));
   EXPECT_TRUE(has(text(dsa(), [](L& l) { l[0].index->num_pages = 1; }), "the index cache of layer 0 has 1 pages"));
+  // What no implementation takes is refused here, not by the first layer of the first step.
+  EXPECT_TRUE(has(text(mla,
+                       [](L& l) {
+                         for (LayerCaches& c : l) c.latent.page_stride_bytes = 16;
+                       }),
+                  "page_stride_bytes is 16"));
 }
 
 // ---- order of calls -----------------------------------------------------------------------------------------------

@@ -129,6 +129,41 @@ TEST(StepPlan, RowBounds) {
   EXPECT_EQ(ints(p.positions()), (Ints{62, 63, 126, 127}));
 }
 
+// spec 1.4: valid 100, S = 4: positions 100..103; row j sees L - (S - 1) + j keys.
+// spec 1.5: accepted [2, 1, 4, 3] leaves lengths [102, 101, 104, 103]; accepted [0, 1, 4, 99] goes on from [0, 4, 11,
+// 15].
+TEST(StepPlan, VerifyAndWhatIsLeftOfIt) {
+  const Ints lens{104, 104, 104, 104};
+  PageTable table(5, 2);
+  for (int32_t r = 0; r < 5; ++r) table.set_row(r, Ints{2 * r + 1, 2 * r + 2});
+  StepPlan p;
+  p.assign({.seq_lens = lens, .prefix_lens = {}, .extend_lens = {}, .q_len = 4, .pages = table.view()}, kLimits);
+  EXPECT_EQ(ints(p.positions().first(4)), (Ints{100, 101, 102, 103}));
+  EXPECT_EQ(ints(p.row_lens().first(4)), (Ints{101, 102, 103, 104}));
+  EXPECT_EQ(ints(p.write_slots().first(4)), (Ints{164, 165, 166, 167}));
+  Ints rows(4), left(4);
+  narrow_rows(p, Ints{0, 1, 4, 99}, rows);
+  EXPECT_EQ(rows, (Ints{0, 4, 11, 15}));
+  for (int i = 0; i < 2; ++i) {  // nothing is subtracted in place
+    narrow_seq_lens(p, Ints{2, 1, 4, 3}, left);
+    EXPECT_EQ(left, (Ints{102, 101, 104, 103}));
+  }
+  EXPECT_TRUE(
+      has(error_of([&] { narrow_rows(p, Ints{1}, rows); }), "accepted has 1 entries; the step has 4 decode requests"));
+  EXPECT_TRUE(has(error_of([&] {
+                    narrow_rows(p, Ints{1, 1, 1, 1}, std::span(rows).first(3));
+                  }),
+                  "the output has 3 entries"));
+  // Mixed: an extend of 3 rows, one without rows, a padded decode, a decode.
+  const Ints mixed{5, 7, 0, 104}, prefixes{2, 7}, extends{3, 0};
+  p.assign({.seq_lens = mixed, .prefix_lens = prefixes, .extend_lens = extends, .q_len = 4, .pages = table.view()},
+           kLimits);
+  narrow_rows(p, Ints{2, 2}, rows);
+  narrow_seq_lens(p, Ints{2, 2}, left);
+  EXPECT_EQ(rows, (Ints{2, -1, 4, 8}));
+  EXPECT_EQ(left, (Ints{5, 7, 0, 102}));
+}
+
 TEST(StepPlan, PaddedRequestsWriteNowhereAndSeeNothing) {
   const Ints lens{0, 1, 3};
   PageTable table(3, 1);
