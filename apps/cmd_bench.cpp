@@ -16,6 +16,12 @@ const std::map<std::string, gannet::IndexKFormat> kIndexFormats = {
 
 constexpr int kMost = 1 << 24;  // above every dimension here; keeps products of dimensions within 64 bits
 
+std::vector<std::string> op_names() {
+  std::vector<std::string> names = gannet::bench::problem_ops();
+  names.emplace_back(gannet::bench::kGenerate);
+  return names;
+}
+
 }  // namespace
 
 void add_bench_command(CLI::App& app) {
@@ -23,7 +29,7 @@ void add_bench_command(CLI::App& app) {
   auto options = std::make_shared<gannet::bench::Options>();
   command->add_option("--op", options->ops, "Operations, separated by commas (default: all)")
       ->delimiter(',')
-      ->check(CLI::IsMember(gannet::bench::problem_ops()));
+      ->check(CLI::IsMember(op_names()));
   command->add_option("--heads", options->grid.heads, "Numbers of heads (default: 128,16; indexer 64,32)")
       ->delimiter(',')
       ->check(CLI::Range(1, kMost));
@@ -50,6 +56,17 @@ void add_bench_command(CLI::App& app) {
       ->transform(CLI::CheckedTransformer(kIndexFormats));
   command->add_flag("--warm", options->grid.warm,
                     "Work on one cache again and again instead of rotating through cold ones");
+  command->add_option("--model", options->generate.model,
+                      "Checkpoint directory: also time whole generate runs, with and without --invariant");
+  command->add_option("--prompt-tokens", options->generate.prompt_tokens, "Of these runs")
+      ->check(CLI::Range(1, kMost))
+      ->capture_default_str();
+  command->add_option("--new-tokens", options->generate.new_tokens, "Of these runs")
+      ->check(CLI::Range(2, kMost))
+      ->capture_default_str();
+  command->add_option("--chunk", options->generate.chunk, "Prompt tokens of a step of these runs")
+      ->check(CLI::Range(1, kMost))
+      ->capture_default_str();
   command->add_option("--impl", options->impl,
                       "Implementation by name, or \"all\" that run here (default: what a plan chooses)");
   command->add_option("--threads", options->threads, "Threads (default: all)")->check(CLI::Range(1, 4096));

@@ -53,7 +53,14 @@ void run(const Options& options, std::ostream& out, std::ostream& err) {
   if (options.rounds < 1) fail_argument("bench", "rounds is {}; accepted: 1 and more", options.rounds);
   const std::vector<std::string>& ops = options.ops.empty() ? problem_ops() : options.ops;
   std::vector<Maker> makers;
+  bool generate = options.ops.empty() && !options.generate.model.empty();
   for (const std::string& op : ops) {
+    if (op == kGenerate) {
+      if (options.generate.model.empty())
+        fail_argument("bench", "op is generate, and model is empty; accepted: a directory");
+      generate = true;
+      continue;
+    }
     for (Maker& maker : make_problems(op, options.grid)) makers.push_back(std::move(maker));
   }
   std::ofstream json;
@@ -69,7 +76,7 @@ void run(const Options& options, std::ostream& out, std::ostream& err) {
     err << fmt::format("note: the load average is {:.1f}: something else runs here, figures will be low\n", load);
   meter.measure(kRoofSecondsFirst);
   print_roofs(out, meter.roofs());
-  print_header(out);
+  if (!makers.empty()) print_header(out);
   for (const Maker& make : makers) {
     const Problem problem = make();
     std::vector<std::string> impls{options.impl};
@@ -98,7 +105,11 @@ void run(const Options& options, std::ostream& out, std::ostream& err) {
       if (json.is_open()) json << to_json_line(row, meter.roofs()) << '\n' << std::flush;
     }
   }
-  print_roofs(out, meter.roofs());
+  if (!makers.empty()) print_roofs(out, meter.roofs());
+  if (generate)
+    run_generate(context, options.generate, options.impl == "all" ? "" : options.impl, options.rounds,
+                 options.grid.latent_format, options.grid.index_format, meter.roofs(), out,
+                 json.is_open() ? &json : nullptr);
   if (json.is_open() && !json) fail(ErrorCode::kDevice, "bench", "writing {} failed", options.json_file);
 }
 

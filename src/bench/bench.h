@@ -3,9 +3,11 @@
 #pragma once
 
 #include <iosfwd>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
+#include "bench/generate.h"
 #include "bench/problems.h"
 #include "bench/roofs.h"
 
@@ -13,11 +15,15 @@ namespace gannet {
 inline namespace v0 {
 namespace bench {
 
+/// The name, beside problem_ops(), of whole runs of a checkpoint.
+inline constexpr const char* kGenerate = "generate";
+
 struct Options {
-  std::vector<std::string> ops = {};  ///< empty: all
+  std::vector<std::string> ops = {};  ///< of problem_ops(), or "generate"; empty: all
   Grid grid{};
-  std::string impl = {};  ///< a name, "all", or empty: the one that a plan chooses
-  int threads = 0;        ///< 0: as many as the process may run on
+  GenerateGrid generate{};  ///< with a model: whole runs of it after the operations
+  std::string impl = {};    ///< a name, "all", or empty: the one that a plan chooses
+  int threads = 0;          ///< 0: as many as the process may run on
   int rounds = 5;
   double min_time = 0.2;       ///< seconds a round and implementation, at least one call
   std::string json_file = {};  ///< lines are appended; empty: none
@@ -52,6 +58,8 @@ void print_header(std::ostream& out);
 void print_row(std::ostream& out, const Row& row, const Roofs& roofs);
 /// One line with figures, roofs, commit and machine. The machine is its processor's name; no host names.
 std::string to_json_line(const Row& row, const Roofs& roofs);
+/// The same for figures that are no row of the table.
+std::string to_json_line(nlohmann::ordered_json figures, const Roofs& roofs);
 /// The share of the nearer roof that the fastest call reached, and which one it is: "compute" or "DRAM".
 struct RoofShare {
   double share = 0.0;

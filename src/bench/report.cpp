@@ -68,25 +68,12 @@ void print_row(std::ostream& out, const Row& row, const Roofs& roofs) {
       << std::flush;
 }
 
-std::string to_json_line(const Row& row, const Roofs& r) {
-  const RoofShare share = roof_share(row, r);
-  const double s = row.time.min_seconds;
+std::string to_json_line(nlohmann::ordered_json j, const Roofs& r) {
   char date[32] = "";
   const std::time_t now = std::time(nullptr);
   std::tm utc{};
   if (gmtime_r(&now, &utc) != nullptr) std::strftime(date, sizeof date, "%Y-%m-%dT%H:%M:%SZ", &utc);
-  nlohmann::ordered_json j;
-  j["op"] = row.op;
-  j["shape"] = *row.shape;
-  j["impl"] = row.impl;
   j["threads"] = r.threads;
-  j["ms_min"] = s * kMilli;
-  j["ms_median"] = row.time.median_seconds * kMilli;
-  j["calls"] = row.time.calls;
-  j["gflops"] = row.flops / s * kGiga;
-  j["gbs"] = row.bytes / s * kGiga;
-  j["percent_of_roof"] = 100.0 * share.share;
-  j["bound"] = share.bound;
   j["roofs"] = {{"isa", r.isa},
                 {"fp32_gflops", r.fp32_all * kGiga},
                 {"bf16_gflops", r.bf16_all * kGiga},
@@ -97,6 +84,23 @@ std::string to_json_line(const Row& row, const Roofs& r) {
   j["machine"] = machine_name();
   j["date"] = date;
   return j.dump();
+}
+
+std::string to_json_line(const Row& row, const Roofs& roofs) {
+  const RoofShare share = roof_share(row, roofs);
+  const double s = row.time.min_seconds;
+  nlohmann::ordered_json j;
+  j["op"] = row.op;
+  j["shape"] = *row.shape;
+  j["impl"] = row.impl;
+  j["ms_min"] = s * kMilli;
+  j["ms_median"] = row.time.median_seconds * kMilli;
+  j["calls"] = row.time.calls;
+  j["gflops"] = row.flops / s * kGiga;
+  j["gbs"] = row.bytes / s * kGiga;
+  j["percent_of_roof"] = 100.0 * share.share;
+  j["bound"] = share.bound;
+  return to_json_line(std::move(j), roofs);
 }
 
 }  // namespace bench
