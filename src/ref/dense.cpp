@@ -148,10 +148,18 @@ void run_merge_state(const MergeState& p, const RunContext&) {
         store(p.lse_a, lb, t, h);
       } else if (!empty_b) {
         const double max = la > lb ? la : lb;
+        if (la == kNoKeys && lb == kNoKeys) {  // keys on both sides by their counts, all of weight 0 (A.4)
+          for (int64_t d = 0; d < dim; ++d) store(p.out_a, 0.0, t, h, d);
+          continue;
+        }
         const double wa = natural ? std::exp(la - max) : std::exp2(la - max);
         const double wb = natural ? std::exp(lb - max) : std::exp2(lb - max);
-        for (int64_t d = 0; d < dim; ++d)
-          store(p.out_a, (wa * load(p.out_a, t, h, d) + wb * load(p.out_b, t, h, d)) / (wa + wb), t, h, d);
+        for (int64_t d = 0; d < dim; ++d) {
+          // A weight that is 0 by definition drops its term; one that underflows still brings a NaN along.
+          const double a = la == kNoKeys ? 0.0 : wa * load(p.out_a, t, h, d);
+          const double b = lb == kNoKeys ? 0.0 : wb * load(p.out_b, t, h, d);
+          store(p.out_a, (a + b) / (wa + wb), t, h, d);
+        }
         store(p.lse_a, max + (natural ? std::log(wa + wb) : std::log2(wa + wb)), t, h);
       }
     }
