@@ -121,7 +121,7 @@ void check_tensor(const char* function, const char* name, const TensorView& v, s
   }
   if (!good || !dtype_good)
     fail_argument(function, "{} is {}; accepted: {} [{}]", name, describe(v), names_of(dtypes), names_of(shape));
-  if (access == Access::kWrite) {
+  if (access == Access::kWrite && v.num_elements() > 0) {
     for (size_t d = 0; d < static_cast<size_t>(v.rank); ++d) {
       if (v.shape[d] > 1 && v.stride[d] == 0)
         fail_argument(function, "{} is {}; accepted: positive strides, since it is written", name, describe(v));

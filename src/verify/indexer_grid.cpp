@@ -1,0 +1,536 @@
+// index_logits, topk and index_select.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+
+#include "verify/recorder.h"
+#include "verify/tolerances.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace verify {
+
+namespace {
+
+struct IndexerFormat {
+  DType q;
+  IndexKFormat cache;
+  ScaleFormat scale;
+
+  std::string name() const {
+    return fmt::format("q {}, index keys {}{}", to_string(q), to_string(cache),
+                       cache != IndexKFormat::kE4m3        ? ""
+                       : scale == ScaleFormat::kPowerOfTwo ? " (scales 2^n)"
+                                                           : " (scales fp32)");
+  }
+};
+
+constexpr IndexerFormat kIndexerFormats[] = {
+    {DType::kBf16, IndexKFormat::kBf16, ScaleFormat::kFp32},
+    {DType::kF32, IndexKFormat::kF32, ScaleFormat::kFp32},
+    {DType::kBf16, IndexKFormat::kE4m3, ScaleFormat::kFp32},
+    {DType::kF32, IndexKFormat::kE4m3, ScaleFormat::kPowerOfTwo},
+    {DType::kF32, IndexKFormat::kBf16, ScaleFormat::kFp32},
+    {DType::kBf16, IndexKFormat::kF32, ScaleFormat::kFp32},
+};
+
+struct IndexerOptions {
+  IndexerFormat format{};
+  int64_t heads = 8;
+  int32_t head_dim = 128;
+  uint64_t seed = 11;
+  Poison poison = Poison::kNan;
+  int64_t page_gap_bytes = 0;
+  int64_t padding = 0;
+  bool integers = false;  ///< whole numbers everywhere: every sum is exact, and ties abound
+};
+
+struct IndexerProblem {
+  Paged paged;
+  IndexPool pool;
+  Tensor q, weights, logits, slots, lens, positions;
+};
+
+IndexerProblem make_indexer(const PagedSpec& spec, const IndexerOptions& o) {
+  IndexerProblem s{
+      .paged = Paged(spec), .pool = {}, .q = {}, .weights = {}, .logits = {}, .slots = {}, .lens = {}, .positions = {}};
+  s.pool = make_index_pool(s.paged, o.format.cache, o.format.scale, o.head_dim, o.seed, o.poison, o.page_gap_bytes,
+                           o.integers);
+  s.q = make_tensor(o.format.q, {s.paged.num_rows, o.heads, o.head_dim}, o.padding);
+  s.weights = make_tensor(DType::kF32, {s.paged.num_rows, o.heads}, o.padding > 0 ? 3 : 0);
+  if (o.integers) {
+    Rng rng(o.seed + 1);
+    for (int64_t t = 0; t < s.paged.num_rows; ++t) {
+      for (int64_t h = 0; h < o.heads; ++h) {
+        set(s.weights.view, static_cast<float>(rng.below(5) - 2), t, h);
+        for (int64_t d = 0; d < o.head_dim; ++d)  // few terms, so that many keys score alike
+          set(s.q.view, d < 4 ? static_cast<float>(rng.below(3) - 1) : 0.0f, t, h, d);
+      }
+    }
+  } else {
+    fill_normal(s.q, Rng(o.seed + 1));
+    fill_normal(s.weights, Rng(o.seed + 2));  // negative ones too
+  }
+  return s;
+}
+
+IndexLogits logits_of(IndexerProblem& s) {
+  const int64_t columns = s.paged.max_keys() + 5;
+  s.logits = make_tensor(DType::kF32, {s.paged.num_rows, columns}, 3);
+  IndexLogits p;
+  p.q = s.q.view;
+  p.weights = s.weights.view;
+  p.cache = s.pool.view;
+  p.pages = s.paged.table();
+  p.rows = s.paged.rows();
+  p.logits = s.logits.view;
+  return p;
+}
+
+IndexSelect select_of(IndexerProblem& s, int64_t k) {
+  s.slots = make_tensor(DType::kI32, {s.paged.num_rows, k}, 1);
+  s.lens = make_tensor(DType::kI32, {s.paged.num_rows});
+  s.positions = make_tensor(DType::kI32, {s.paged.num_rows, k});
+  IndexSelect p;
+  p.q = s.q.view;
+  p.weights = s.weights.view;
+  p.cache = s.pool.view;
+  p.pages = s.paged.table();
+  p.rows = s.paged.rows();
+  p.max_seq_len = s.paged.max_keys() + 9;
+  p.topk_slots = s.slots.view;
+  p.topk_lens = s.lens.view;
+  p.topk_positions = s.positions.view;
+  return p;
+}
+
+/// Of each row the sum over heads of |w| ||q||.
+std::vector<double> row_bounds(const IndexerProblem& s) {
+  std::vector<double> bounds(static_cast<size_t>(s.paged.num_rows));
+  for (int64_t t = 0; t < s.paged.num_rows; ++t) {
+    for (int64_t h = 0; h < s.q.view.shape[1]; ++h) {
+      double norm = 0.0;
+      for (int64_t d = 0; d < s.q.view.shape[2]; ++d) norm += std::pow(get(s.q.view, t, h, d), 2.0);
+      bounds[static_cast<size_t>(t)] += std::fabs(get(s.weights.view, t, h)) * std::sqrt(norm);
+    }
+  }
+  return bounds;
+}
+
+/// Keys are standard normal: their norm is sqrt(head_dim) within a few percent; a fifth more covers all of them.
+double score_tolerance(const IndexerOptions& o, double row_bound) {
+  return logit_tolerance(o.head_dim, static_cast<double>(o.heads),
+                         row_bound * 1.2 * std::sqrt(static_cast<double>(o.head_dim)));
+}
+
+void logits_case(Recorder& r, const std::string& case_class, const std::string& detail, const PagedSpec& spec,
+                 const IndexerOptions& o) {
+  IndexerProblem s = make_indexer(spec, o);
+  const IndexLogits p = logits_of(s);
+  const std::vector<double> scales = row_bounds(s);
+  const auto columns = static_cast<size_t>(p.logits.shape[1]);
+  check_case(r, {"index_logits", o.format.name(), case_class, detail}, p,
+             [&](const Outputs& oracle, const Outputs& got, Worst& worst) {
+               const std::vector<float> want = oracle.floats("logits");
+               const std::vector<float> have = got.floats("logits");
+               for (size_t e = 0; e < want.size(); ++e) {
+                 const size_t row = e / columns;
+                 const std::string place = fmt::format("row {} key {}", row, e % columns);
+                 if (static_cast<int64_t>(e % columns) >= s.paged.keys_of_row[row]) {
+                   worst.see(std::memcmp(&want[e], &have[e], 4) == 0 ? 0.0 : 1.0, 0.0, place + " was written");
+                 } else {
+                   worst.see(std::fabs(static_cast<double>(have[e]) - want[e]),
+                             o.integers ? 0.0 : score_tolerance(o, scales[row]), place);
+                 }
+               }
+             });
+}
+
+/// A selection against the oracle's scores: packed distinct positions in ascending order, -1 behind, the slot of each;
+/// no score among the chosen below one left out by more than both may be wrong.
+void compare_selection(const IndexerProblem& s, const IndexerOptions& o, int64_t k, const Outputs& scores,
+                       const Outputs& got, Worst& worst) {
+  const std::vector<double> scales = row_bounds(s);
+  const std::vector<float> all = scores.floats("logits");
+  const auto columns = s.paged.num_rows > 0 ? all.size() / static_cast<size_t>(s.paged.num_rows) : 0;
+  const std::vector<int32_t> positions = got.ints("topk_positions");
+  const std::vector<int32_t> slots = got.ints("topk_slots");
+  const std::vector<int32_t> lens = got.ints("topk_lens");
+  for (int64_t row = 0; row < s.paged.num_rows; ++row) {
+    const int64_t n = s.paged.keys_of_row[static_cast<size_t>(row)];
+    const int64_t count = std::min(n, k);
+    const std::string place = fmt::format("row {} ({} keys)", row, n);
+    const int32_t* chosen = positions.data() + row * k;
+    bool form = lens[static_cast<size_t>(row)] == count;
+    for (int64_t c = 0; c < k; ++c) {
+      const int32_t position = chosen[c];
+      if (c >= count) form = form && position == -1 && slots[static_cast<size_t>(row * k + c)] == -1;
+      else
+        form = form && position >= 0 && position < n && (c == 0 || chosen[c - 1] < position) &&
+               slots[static_cast<size_t>(row * k + c)] ==
+                   s.paged.slot(s.paged.request_of_row[static_cast<size_t>(row)], position);
+    }
+    worst.see(form ? 0.0 : 1.0, 0.0, place + " packing");
+    if (!form) return;
+    std::vector<bool> taken(static_cast<size_t>(n), false);
+    double lowest = std::numeric_limits<double>::infinity();
+    for (int64_t c = 0; c < count; ++c) {
+      taken[static_cast<size_t>(chosen[c])] = true;
+      lowest = std::min<double>(lowest, all[static_cast<size_t>(row) * columns + static_cast<size_t>(chosen[c])]);
+    }
+    double highest = -std::numeric_limits<double>::infinity();
+    for (int64_t t = 0; t < n; ++t) {
+      if (!taken[static_cast<size_t>(t)])
+        highest = std::max<double>(highest, all[static_cast<size_t>(row) * columns + static_cast<size_t>(t)]);
+    }
+    worst.see(std::max(0.0, highest - lowest), 2.0 * score_tolerance(o, scales[static_cast<size_t>(row)]), place);
+  }
+}
+
+void select_case(Recorder& r, const std::string& case_class, const std::string& detail, const PagedSpec& spec,
+                 const IndexerOptions& o, int64_t k) {
+  IndexerProblem s = make_indexer(spec, o);
+  const IndexSelect p = select_of(s, k);
+  const Outputs scores = run(logits_of(s), {.impl = "ref"});
+  const Case c{"index_select", o.format.name(), case_class, detail};
+  if (o.integers) {  // exact scores: exactly the oracle's choice
+    check_case(r, c, p, same_bits);
+    return;
+  }
+  check_case(r, c, p,
+             [&](const Outputs&, const Outputs& got, Worst& worst) { compare_selection(s, o, k, scores, got, worst); });
+}
+
+std::vector<std::byte> all_bytes(const Outputs& o) {
+  std::vector<std::byte> all;
+  for (const auto& b : o.bytes) all.insert(all.end(), b.begin(), b.end());
+  return all;
+}
+
+/// What page order must not change: positions and lengths, not slots.
+std::vector<std::byte> positions_only(const Outputs& o) {
+  std::vector<std::byte> all = o.of("topk_positions");
+  const auto& lens = o.of("topk_lens");
+  all.insert(all.end(), lens.begin(), lens.end());
+  return all;
+}
+
+template <class Params>
+void alone_case(Recorder& r, Case c, const IndexerProblem& s, const Params& params) {
+  c.case_class = "rows alone";
+  for_each_impl(r, c, params, [&](const std::string& impl) {
+    const Outputs batch = run(params, {.impl = impl});
+    for (int64_t row = 0; row < s.paged.num_rows; ++row) {
+      const Paged one = s.paged.alone(row);
+      Params p = params;
+      p.q.data =
+          p.q.dtype == DType::kBf16 ? static_cast<void*>(p.q.template ptr<Bf16>(row)) : p.q.template ptr<float>(row);
+      p.q.shape[0] = p.weights.shape[0] = 1;
+      p.weights.data = p.weights.template ptr<float>(row);
+      p.pages = one.table();
+      p.rows = one.rows();
+      if constexpr (requires { p.logits; }) p.logits.shape[0] = 1;
+      else p.topk_slots.shape[0] = p.topk_lens.shape[0] = p.topk_positions.shape[0] = 1;
+      const Outputs single = run(p, {.impl = impl});
+      Worst worst;
+      for (size_t i = 0; i < single.names.size(); ++i) {
+        const auto& part = single.bytes[i];
+        const bool same =
+            std::memcmp(batch.bytes[i].data() + static_cast<size_t>(row) * part.size(), part.data(), part.size()) == 0;
+        worst.see(same ? 0.0 : 1.0, 0.0, fmt::format("row {} {}", row, single.names[i]));
+      }
+      r.add(c, impl, worst);
+    }
+  });
+}
+
+}  // namespace
+
+void verify_index_logits(Recorder& r) {
+  for (const IndexerFormat& format : kIndexerFormats) {
+    IndexerOptions o;
+    o.format = format;
+    logits_case(r, "lengths", "0 to 257", {.seq_lens = {0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257}},
+                o);
+    o.heads = 2;
+    logits_case(r, "lengths", "4096", {.seq_lens = {4096, 3, 4097}}, o);
+    for (const int64_t heads : {1, 3, 4, 8, 16, 31, 32, 33, 64, 128}) {
+      o.heads = heads;
+      logits_case(r, "heads 1 to 128", fmt::format("{} heads", heads), {.seq_lens = {70, 3}}, o);
+    }
+    o.heads = 4;
+    for (const int32_t dim : {16, 32, 48, 64, 128, 256}) {
+      o.head_dim = dim;
+      logits_case(r, "head dims 16 to 256", fmt::format("{}", dim), {.seq_lens = {70, 3}}, o);
+    }
+    o.head_dim = 128;
+    for (const int32_t page_size : {1, 16, 32, 48, 64, 128, 256, 1024})
+      logits_case(r, "page sizes 1 to 1024", fmt::format("page size {}", page_size),
+                  {.seq_lens = {130, 0, 5, 257}, .page_size = page_size}, o);
+    for (int32_t q_len = 1; q_len <= 8; ++q_len)
+      logits_case(r, "q_len 1 to 8", fmt::format("q_len {}", q_len),
+                  {.seq_lens = {q_len, 63, 64, 65, 66, 0, 130}, .q_len = q_len}, o);
+    for (const RowBound bound : {RowBound::kCausalFull, RowBound::kCausalFromFirst, RowBound::kUniformBlock}) {
+      for (const PageTableForm form : {PageTableForm::kPadded, PageTableForm::kCsr})
+        logits_case(r, "bounds, ragged, tables", to_string(bound),
+                    {.seq_lens = {100, 0, 64, 7, 129, 2},
+                     .q_len = 1,
+                     .ragged = {5, 3, 0, 1, 8, 4},
+                     .bound = bound,
+                     .form = form,
+                     .row_indices = form == PageTableForm::kPadded},
+                    o);
+    }
+    o.integers = true;
+    logits_case(r, "whole numbers", "", {.seq_lens = {300, 65}, .q_len = 2}, o);
+    o.integers = false;
+    o.page_gap_bytes = 4096;
+    o.padding = 16;
+    logits_case(r, "strided", "gaps between pages, heads and rows", {.seq_lens = {65, 300}, .q_len = 2}, o);
+    o = {.format = format};
+    logits_case(r, "no requests", "", {.seq_lens = {}}, o);
+    logits_case(r, "no keys at all", "", {.seq_lens = std::vector<int32_t>(33, 0), .q_len = 3}, o);
+
+    const PagedSpec mixed{.seq_lens = {2100, 65, 0, 1, 300, 64}, .q_len = 3};
+    IndexerProblem base = make_indexer(mixed, o);
+    const IndexLogits p = logits_of(base);
+    const Case c{"index_logits", format.name(), "", "mixed lengths"};
+    check_workers(r, c, p);
+    std::vector<IndexLogits> variants = {p};
+    std::vector<IndexerProblem> keep;
+    for (const Poison poison : {Poison::kInf, Poison::kHuge, Poison::kZero}) {
+      IndexerOptions other = o;
+      other.poison = poison;
+      keep.push_back(make_indexer(mixed, other));
+      variants.push_back(logits_of(keep.back()));
+    }
+    Case unused = c;
+    unused.case_class = "unused bytes";
+    check_same<IndexLogits>(r, unused, variants, all_bytes);
+    PagedSpec shuffled = mixed;
+    shuffled.page_seed = 99;
+    IndexerProblem other = make_indexer(shuffled, o);
+    Case order = c;
+    order.case_class = "page order";
+    check_same<IndexLogits>(r, order, {p, logits_of(other)}, all_bytes);
+    alone_case(r, c, base, p);
+  }
+}
+
+// ---- topk ---------------------------------------------------------------------------------------------------------
+
+namespace {
+
+/// Rows of scores that have broken selectors (known faults BL-26 to BL-29).
+struct ScoreKind {
+  const char* name;
+  float (*at)(Rng& rng, int64_t i, int64_t n);
+};
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+const ScoreKind kScoreKinds[] = {
+    {"normal", [](Rng& rng, int64_t, int64_t) { return static_cast<float>(rng.normal()); }},
+    {"all equal", [](Rng&, int64_t, int64_t) { return 1.5f; }},
+    {"all zero, both signs", [](Rng& rng, int64_t, int64_t) { return rng.below(2) == 0 ? 0.0f : -0.0f; }},
+    {"all -inf", [](Rng&, int64_t, int64_t) { return -kInfinity; }},
+    {"all NaN", [](Rng& rng, int64_t, int64_t) { return rng.below(2) == 0 ? NAN : -NAN; }},
+    {"one NaN", [](Rng& rng, int64_t i, int64_t n) { return i == n / 2 ? NAN : static_cast<float>(rng.normal()); }},
+    {"NaN, infinities and numbers",
+     [](Rng& rng, int64_t, int64_t) {
+       switch (rng.below(5)) {
+         case 0: return static_cast<float>(NAN);
+         case 1: return -kInfinity;
+         case 2: return kInfinity;
+         case 3: return -static_cast<float>(NAN);
+         default: return static_cast<float>(rng.normal());
+       }
+     }},
+    {"few numbers, else NaN",
+     [](Rng& rng, int64_t i, int64_t) { return i % 97 == 5 ? static_cast<float>(-rng.uniform()) : NAN; }},
+    {"all negative", [](Rng& rng, int64_t, int64_t) { return static_cast<float>(-1.0 - rng.uniform()); }},
+    {"rising", [](Rng&, int64_t i, int64_t) { return static_cast<float>(i); }},
+    {"falling", [](Rng&, int64_t i, int64_t) { return static_cast<float>(-i); }},
+    {"[1, 1.245)", [](Rng& rng, int64_t, int64_t) { return static_cast<float>(1.0 + 0.245 * rng.uniform()); }},
+    {"last bits", [](Rng& rng, int64_t, int64_t) { return 1.0f + static_cast<float>(rng.below(16)) * 0x1p-23f; }},
+    {"duplicates", [](Rng& rng, int64_t, int64_t) { return static_cast<float>(rng.below(40)); }},
+    {"100 winners, the rest zero",
+     [](Rng& rng, int64_t i, int64_t n) {
+       return i % (n / 100 + 1) == 0 ? static_cast<float>(1.0 + rng.uniform()) : 0.0f;
+     }},
+    {"denormals", [](Rng& rng, int64_t, int64_t) { return static_cast<float>(rng.below(200) - 100) * 0x1p-149f; }},
+    {"huge and tiny",
+     [](Rng& rng, int64_t, int64_t) {
+       return static_cast<float>(std::ldexp(rng.normal(), static_cast<int>(rng.below(240) - 120)));
+     }},
+};
+
+struct TopKProblem {
+  Tensor logits, lens, positions, counts;
+  TopK params;
+};
+
+TopKProblem make_topk(const ScoreKind& kind, const std::vector<int32_t>& lens, int64_t k, uint64_t seed) {
+  TopKProblem s;
+  int64_t columns = 1;
+  for (const int32_t n : lens) columns = std::max<int64_t>(columns, n);
+  columns += 3;
+  const auto rows = static_cast<int64_t>(lens.size());
+  s.logits = make_tensor(DType::kF32, {rows, columns}, 5);
+  for (int64_t t = 0; t < rows; ++t) {
+    Rng rng = Rng::of(seed, static_cast<uint64_t>(t), 0);
+    const int32_t n = lens[static_cast<size_t>(t)];
+    // Behind the row's end lie scores that would win.
+    for (int64_t i = 0; i < columns; ++i) *s.logits.view.ptr<float>(t, i) = i < n ? kind.at(rng, i, n) : kInfinity;
+  }
+  s.lens = make_ints(lens);
+  s.positions = make_tensor(DType::kI32, {rows, k}, 1);
+  s.counts = make_tensor(DType::kI32, {rows});
+  s.params.logits = s.logits.view;
+  s.params.lens = s.lens.view;
+  s.params.positions = s.positions.view;
+  s.params.counts = s.counts.view;
+  return s;
+}
+
+}  // namespace
+
+void verify_topk(Recorder& r) {
+  const std::string format = "scores fp32";
+  for (const ScoreKind& kind : kScoreKinds) {
+    for (const int64_t k : {1, 7, 64, 65, 256, 2048}) {
+      const auto n = static_cast<int32_t>(k);
+      const std::vector<int32_t> lens = {-3, 0, 1, n - 1, n, n + 1, n + 17, 2 * n + 5, 4 * n + 1};
+      const TopKProblem s = make_topk(kind, lens, k, static_cast<uint64_t>(k));
+      check_case(r, {"topk", format, kind.name, fmt::format("k {}", k)}, s.params, same_bits);
+    }
+    // The rows that broke others: long ones at a width that is not a power of two.
+    const TopKProblem s = make_topk(kind, {16385, 8320, 131072}, 2048, 5);
+    check_case(r, {"topk", format, kind.name, "131072, k 2048"}, s.params, same_bits);
+  }
+  const TopKProblem s = make_topk(kScoreKinds[13], {5000, 100, 0, 3000, 2049, 20000, 2048, 1}, 2048, 9);
+  const Case c{"topk", format, "20 runs", "duplicates"};
+  check_workers(r, c, s.params);
+  check_same<TopK>(r, c, std::vector<TopK>(20, s.params), all_bytes);
+  Case alone = c;
+  alone.case_class = "rows alone";
+  for_each_impl(r, alone, s.params, [&](const std::string& impl) {
+    const Outputs batch = run(s.params, {.impl = impl});
+    for (int64_t row = 0; row < s.params.logits.shape[0]; ++row) {
+      TopK p = s.params;
+      p.logits.data = p.logits.ptr<float>(row);
+      p.lens.data = p.lens.ptr<int32_t>(row);
+      p.logits.shape[0] = p.lens.shape[0] = p.positions.shape[0] = p.counts.shape[0] = 1;
+      const Outputs single = run(p, {.impl = impl});
+      Worst worst;
+      for (size_t i = 0; i < single.names.size(); ++i) {
+        const auto& part = single.bytes[i];
+        worst.see(
+            std::memcmp(batch.bytes[i].data() + static_cast<size_t>(row) * part.size(), part.data(), part.size()) == 0
+                ? 0.0
+                : 1.0,
+            0.0, fmt::format("row {}", row));
+      }
+      r.add(alone, impl, worst);
+    }
+  });
+  const TopKProblem none = make_topk(kScoreKinds[0], {}, 8, 1);
+  check_case(r, {"topk", format, "no rows", ""}, none.params, same_bits);
+}
+
+// ---- index_select -------------------------------------------------------------------------------------------------
+
+void verify_index_select(Recorder& r) {
+  for (const IndexerFormat& format : kIndexerFormats) {
+    IndexerOptions o;
+    o.format = format;
+    o.heads = 4;
+    for (const int64_t k : {1, 63, 64, 65, 256})
+      select_case(r, "lengths around k", fmt::format("k {}", k),
+                  {.seq_lens = {0, 1, static_cast<int32_t>(k - 1), static_cast<int32_t>(k), static_cast<int32_t>(k + 1),
+                                257, 600}},
+                  o, k);
+    o.heads = 2;
+    select_case(r, "lengths around k", "k 2048", {.seq_lens = {2047, 2048, 2049, 3000}}, o, 2048);
+    o.heads = 64;
+    select_case(r, "heads", "64 heads", {.seq_lens = {300}}, o, 64);
+    o.heads = 5;
+    o.integers = true;
+    for (const int32_t q_len : {1, 2, 5, 8})
+      select_case(r, "whole numbers, ties", fmt::format("q_len {}", q_len),
+                  {.seq_lens = {q_len, 700, 0, 65, 1500}, .q_len = q_len}, o, 64);
+    for (const int32_t page_size : {1, 16, 48, 64, 1024})
+      select_case(r, "page sizes 1 to 1024", fmt::format("page size {}", page_size),
+                  {.seq_lens = {130, 0, 5, 257}, .page_size = page_size}, o, 100);
+    for (const RowBound bound : {RowBound::kCausalFull, RowBound::kCausalFromFirst, RowBound::kUniformBlock}) {
+      for (const PageTableForm form : {PageTableForm::kPadded, PageTableForm::kCsr})
+        select_case(r, "bounds, ragged, tables", to_string(bound),
+                    {.seq_lens = {100, 0, 64, 7, 129, 2},
+                     .q_len = 1,
+                     .ragged = {5, 3, 0, 1, 8, 4},
+                     .bound = bound,
+                     .form = form,
+                     .row_indices = form == PageTableForm::kPadded},
+                    o, 60);
+    }
+    o.padding = 16;
+    o.page_gap_bytes = 1024;
+    select_case(r, "strided", "", {.seq_lens = {65, 300}, .q_len = 2}, o, 50);
+    o = {.format = format, .heads = 4};
+    select_case(r, "no requests", "", {.seq_lens = {}}, o, 50);
+    select_case(r, "no keys at all", "", {.seq_lens = std::vector<int32_t>(33, 0), .q_len = 3}, o, 50);
+
+    const PagedSpec mixed{.seq_lens = {2100, 65, 0, 1, 300, 64}, .q_len = 3};
+    IndexerProblem base = make_indexer(mixed, o);
+    const IndexSelect p = select_of(base, 200);
+    const Case c{"index_select", format.name(), "", "mixed lengths"};
+    check_workers(r, c, p);
+    std::vector<IndexSelect> variants = {p};
+    std::vector<IndexerProblem> keep;
+    for (const Poison poison : {Poison::kInf, Poison::kHuge, Poison::kZero}) {
+      IndexerOptions other = o;
+      other.poison = poison;
+      keep.push_back(make_indexer(mixed, other));
+      variants.push_back(select_of(keep.back(), 200));
+    }
+    Case unused = c;
+    unused.case_class = "unused bytes";
+    check_same<IndexSelect>(r, unused, variants, all_bytes);
+    PagedSpec shuffled = mixed;
+    shuffled.page_seed = 99;
+    IndexerProblem other = make_indexer(shuffled, o);
+    Case order = c;
+    order.case_class = "page order";
+    check_same<IndexSelect>(r, order, {p, select_of(other, 200)}, positions_only);
+    alone_case(r, c, base, p);
+    // The fused selection is the selection of the same implementation's own scores.
+    Case fused = c;
+    fused.case_class = "== topk of index_logits";
+    IndexerProblem again = make_indexer(mixed, o);
+    const IndexLogits logits = logits_of(again);
+    for_each_impl(r, fused, p, [&](const std::string& impl) {
+      const Outputs scores = run(logits, {.impl = impl});
+      std::vector<int32_t> lens(again.paged.keys_of_row.begin(), again.paged.keys_of_row.end());
+      const std::vector<float> values = scores.floats("logits");
+      TopKProblem t = make_topk(kScoreKinds[0], lens, 200, 1);
+      const auto columns = static_cast<size_t>(logits.logits.shape[1]);
+      for (size_t row = 0; row < lens.size(); ++row) {
+        for (int64_t i = 0; i < lens[row]; ++i)
+          *t.logits.view.ptr<float>(static_cast<int64_t>(row), i) = values[row * columns + static_cast<size_t>(i)];
+      }
+      Worst worst;
+      worst.see(
+          run(t.params, {.impl = impl}).of("positions") == run(p, {.impl = impl}).of("topk_positions") ? 0.0 : 1.0, 0.0,
+          "positions differ");
+      r.add(fused, impl, worst);
+    });
+  }
+}
+
+}  // namespace verify
+}  // namespace v0
+}  // namespace gannet

@@ -1,0 +1,7 @@
+#include "op_cases.h"
+
+namespace {
+
+TEST(IndexLogits, AgreesWithTheOracleOnTheGrid) { gannet_tests::expect_grid("index_logits"); }
+
+}  // namespace

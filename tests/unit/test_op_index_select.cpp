@@ -1,0 +1,7 @@
+#include "op_cases.h"
+
+namespace {
+
+TEST(IndexSelect, AgreesWithTheOracleOnTheGrid) { gannet_tests::expect_grid("index_select"); }
+
+}  // namespace

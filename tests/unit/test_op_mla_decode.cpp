@@ -1,0 +1,7 @@
+#include "op_cases.h"
+
+namespace {
+
+TEST(MlaDecode, AgreesWithTheOracleOnTheGrid) { gannet_tests::expect_grid("mla_decode"); }
+
+}  // namespace

@@ -1,0 +1,7 @@
+#include "op_cases.h"
+
+namespace {
+
+TEST(TopK, AgreesWithTheOracleOnTheGrid) { gannet_tests::expect_grid("topk"); }
+
+}  // namespace
