@@ -11,12 +11,12 @@
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
 /// What must hold for every input; a failure is a finding.
-#define GANNET_FUZZ_REQUIRE(condition)                                                   \
-  do {                                                                                   \
-    if (!(condition)) {                                                                  \
+#define GANNET_FUZZ_REQUIRE(condition)                                                    \
+  do {                                                                                    \
+    if (!(condition)) {                                                                   \
       std::fprintf(stderr, "%s:%d: does not hold: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                                      \
-    }                                                                                    \
+      std::abort();                                                                       \
+    }                                                                                     \
   } while (false)
 
 namespace gannet::fuzz {

@@ -30,8 +30,8 @@ void check(const gannet::ModelConfig& m) {
   // Bytes of the largest tensors in fp32, which the loader computes.
   int64_t bytes = 0;
   GANNET_FUZZ_REQUIRE(!__builtin_mul_overflow(m.vocab_size * 4, m.hidden_size, &bytes));
-  GANNET_FUZZ_REQUIRE(!__builtin_mul_overflow(m.num_attention_heads * (m.qk_nope_head_dim + m.v_head_dim) * 4,
-                                              m.kv_lora_rank, &bytes));
+  GANNET_FUZZ_REQUIRE(
+      !__builtin_mul_overflow(m.num_attention_heads * (m.qk_nope_head_dim + m.v_head_dim) * 4, m.kv_lora_rank, &bytes));
   GANNET_FUZZ_REQUIRE(!__builtin_mul_overflow(m.n_shared_experts * m.moe_intermediate_size * 4, m.hidden_size, &bytes));
 }
 

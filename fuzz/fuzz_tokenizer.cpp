@@ -14,8 +14,7 @@ void round_trip(const gannet::Tokenizer& tokenizer, std::string_view text, bool 
     ids = tokenizer.encode(text, {.add_bos = false});
   } catch (const gannet::Error& e) {
     // Text that is not UTF-8, a byte without a token, or a pattern that takes too many steps.
-    GANNET_FUZZ_REQUIRE(e.code() == gannet::ErrorCode::kInvalidArgument ||
-                        e.code() == gannet::ErrorCode::kUnsupported);
+    GANNET_FUZZ_REQUIRE(e.code() == gannet::ErrorCode::kInvalidArgument || e.code() == gannet::ErrorCode::kUnsupported);
     return;
   }
   const std::string whole = tokenizer.decode(ids, {.skip_special = false});

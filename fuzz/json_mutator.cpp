@@ -13,13 +13,44 @@ namespace {
 using Json = nlohmann::json;
 
 // Keys that a seed may lack.
-constexpr const char* kKeys[] = {
-    "rope_parameters", "rope_scaling", "rope_type", "type", "factor", "attention_factor", "mscale", "mscale_all_dim",
-    "original_max_position_embeddings", "beta_fast", "beta_slow", "index_topk_freq", "index_skip_topk_offset",
-    "index_topk_pattern", "indexer_types", "indexer_rope_interleave", "mlp_layer_types", "layer_types",
-    "moe_layer_freq", "quantization_config", "eos_token_id", "temperature", "top_p", "ignore_merges", "Regex", "String",
-    "added_tokens", "normalized", "special", "post_processor", "TemplateProcessing", "Sequence", "SpecialToken",
-    "single", "__metadata__", "dtype", "shape", "data_offsets"};
+constexpr const char* kKeys[] = {"rope_parameters",
+                                 "rope_scaling",
+                                 "rope_type",
+                                 "type",
+                                 "factor",
+                                 "attention_factor",
+                                 "mscale",
+                                 "mscale_all_dim",
+                                 "original_max_position_embeddings",
+                                 "beta_fast",
+                                 "beta_slow",
+                                 "index_topk_freq",
+                                 "index_skip_topk_offset",
+                                 "index_topk_pattern",
+                                 "indexer_types",
+                                 "indexer_rope_interleave",
+                                 "mlp_layer_types",
+                                 "layer_types",
+                                 "moe_layer_freq",
+                                 "quantization_config",
+                                 "eos_token_id",
+                                 "temperature",
+                                 "top_p",
+                                 "ignore_merges",
+                                 "Regex",
+                                 "String",
+                                 "added_tokens",
+                                 "normalized",
+                                 "special",
+                                 "post_processor",
+                                 "TemplateProcessing",
+                                 "Sequence",
+                                 "SpecialToken",
+                                 "single",
+                                 "__metadata__",
+                                 "dtype",
+                                 "shape",
+                                 "data_offsets"};
 
 void collect(Json& value, std::vector<Json*>* nodes) {
   nodes->push_back(&value);
