@@ -83,6 +83,16 @@ TEST(Tokenizer, EncodesTheGoldenPrompts) {
   EXPECT_GE(compared, 4);
 }
 
+TEST(Tokenizer, AgreesWithTheReferenceLibrary) {
+  const Json file = Json::parse(read_text(std::string(GANNET_SOURCE_DIR) + "/tests/data/tokenizer_reference.json"));
+  ASSERT_GE(file["cases"].size(), 300u);
+  for (const Json& c : file["cases"]) {
+    const auto text = c["text"].get<std::string>();
+    EXPECT_EQ(encode_bare(text), c["ids"].get<Ids>()) << c["text"];
+    EXPECT_EQ(tiny().decode(c["ids"].get<Ids>(), {.skip_special = false}), text);
+  }
+}
+
 TEST(Tokenizer, AddsBosOnceAndOnlyWhereAsked) {
   EXPECT_EQ(tiny().bos_id(), 0);
   EXPECT_EQ(tiny().encode("a"), (Ids{0, 66}));
