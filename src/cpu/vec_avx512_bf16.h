@@ -3,7 +3,8 @@
 // See vec_portable.h for what each name means and for the rules.
 #pragma once
 
-// GCC 12's own header initialises "undefined" registers with themselves and warns about it at each use (GCC bug 105593).
+// GCC 12's own header initialises "undefined" registers with themselves and warns about it at each use (GCC bug
+// 105593).
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -42,8 +43,12 @@ GANNET_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 GANNET_INLINE F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
 GANNET_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
 GANNET_INLINE F min(F a, F b) { return _mm512_min_ps(a, b); }
-GANNET_INLINE F select_less(F a, F b, F x, F y) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x); }
-GANNET_INLINE F canonical_nan(F x) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x, _mm512_set1_ps(__builtin_nanf(""))); }
+GANNET_INLINE F select_less(F a, F b, F x, F y) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+}
+GANNET_INLINE F canonical_nan(F x) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x, _mm512_set1_ps(__builtin_nanf("")));
+}
 GANNET_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 GANNET_INLINE float reduce_add(F v) { return _mm512_reduce_add_ps(v); }
 GANNET_INLINE float reduce_max(F v) { return _mm512_reduce_max_ps(v); }
@@ -85,7 +90,8 @@ GANNET_INLINE void transpose_words(W* m) {
   }
   for (int c = 0; c < 4; ++c) {
     const W even01 = _mm512_shuffle_i32x4(b[c], b[4 + c], 0x88), odd01 = _mm512_shuffle_i32x4(b[c], b[4 + c], 0xdd);
-    const W even23 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0x88), odd23 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0xdd);
+    const W even23 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0x88),
+            odd23 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0xdd);
     m[c] = _mm512_shuffle_i32x4(even01, even23, 0x88);
     m[8 + c] = _mm512_shuffle_i32x4(even01, even23, 0xdd);
     m[4 + c] = _mm512_shuffle_i32x4(odd01, odd23, 0x88);
@@ -94,12 +100,13 @@ GANNET_INLINE void transpose_words(W* m) {
 }
 GANNET_INLINE void pair_columns(const uint16_t* a, const uint16_t* b, W* low, W* high) {
   const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
-  *low = _mm512_unpacklo_epi16(x, y);    // columns 0-3, 8-11, 16-19, 24-27
-  *high = _mm512_unpackhi_epi16(x, y);   // columns 4-7, 12-15, 20-23, 28-31
+  *low = _mm512_unpacklo_epi16(x, y);   // columns 0-3, 8-11, 16-19, 24-27
+  *high = _mm512_unpackhi_epi16(x, y);  // columns 4-7, 12-15, 20-23, 28-31
 }
 GANNET_INLINE void ordered(F low, F high, F* first, F* second) {
   *first = _mm512_permutex2var_ps(low, _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23), high);
-  *second = _mm512_permutex2var_ps(low, _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31), high);
+  *second = _mm512_permutex2var_ps(low, _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31),
+                                   high);
 }
 GANNET_INLINE F load_e4m3(const uint8_t* p) {
   const __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -125,28 +132,34 @@ GANNET_INLINE void store_e4m3(uint8_t* p, F v) {
   const __m512i u = _mm512_castps_si512(v), magnitude = _mm512_and_si512(u, _mm512_set1_epi32(0x7fffffff));
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(magnitude, 20), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(magnitude, odd), _mm512_set1_epi32(0x7ffff - (120 << 23)));
-  const __m512i subnormal = _mm512_sub_epi32(
-      _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(magnitude), _mm512_set1_ps(0x1p14f))), _mm512_set1_epi32(0x46800000));
+  const __m512i subnormal =
+      _mm512_sub_epi32(_mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(magnitude), _mm512_set1_ps(0x1p14f))),
+                       _mm512_set1_epi32(0x46800000));
   __m512i code = _mm512_srli_epi32(rounded, 20);
   code = _mm512_mask_mov_epi32(code, _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(0x3c800000)), subnormal);
-  code = _mm512_mask_mov_epi32(code, _mm512_cmpge_epi32_mask(magnitude, _mm512_set1_epi32(0x43e00000)), _mm512_set1_epi32(0x7e));
+  code = _mm512_mask_mov_epi32(code, _mm512_cmpge_epi32_mask(magnitude, _mm512_set1_epi32(0x43e00000)),
+                               _mm512_set1_epi32(0x7e));
   code = _mm512_or_si512(code, _mm512_and_si512(_mm512_srli_epi32(u, 24), _mm512_set1_epi32(0x80)));
-  code = _mm512_mask_mov_epi32(code, _mm512_cmpgt_epi32_mask(magnitude, _mm512_set1_epi32(0x7f800000)), _mm512_set1_epi32(0x7f));
+  code = _mm512_mask_mov_epi32(code, _mm512_cmpgt_epi32_mask(magnitude, _mm512_set1_epi32(0x7f800000)),
+                               _mm512_set1_epi32(0x7f));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(code));
 }
 GANNET_INLINE F div(F a, F b) { return _mm512_div_ps(a, b); }
 GANNET_INLINE F abs(F a) { return _mm512_abs_ps(a); }
 GANNET_INLINE F swap_pairs(F a) { return _mm512_permute_ps(a, 0xB1); }
 GANNET_INLINE void e4m3_to_bf16(const uint8_t* p, uint16_t* out, int n) {
-  // Normal values: three mantissa bits shifted up and the exponent rebiased from 7 to 127. The seven subnormals k * 2^-9
-  // come from a table.
-  const __m512i subnormals = _mm512_castsi128_si512(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+  // Normal values: three mantissa bits shifted up and the exponent rebiased from 7 to 127. The seven subnormals k *
+  // 2^-9 come from a table.
+  const __m512i subnormals =
+      _mm512_castsi128_si512(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
   for (int i = 0; i < n; i += 32) {
     const __m512i b = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i)));
     const __m512i magnitude = _mm512_and_si512(b, _mm512_set1_epi16(0x7f));
     __m512i v = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
-    v = _mm512_mask_permutexvar_epi16(v, _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8)), magnitude, subnormals);
-    v = _mm512_mask_mov_epi16(v, _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f)), _mm512_set1_epi16(0x7fc0));
+    v = _mm512_mask_permutexvar_epi16(v, _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8)), magnitude,
+                                      subnormals);
+    v = _mm512_mask_mov_epi16(v, _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f)),
+                              _mm512_set1_epi16(0x7fc0));
     const __m512i sign = _mm512_slli_epi16(_mm512_xor_si512(b, magnitude), 8);
     _mm512_storeu_si512(out + i, _mm512_or_si512(v, sign));
   }
@@ -154,8 +167,8 @@ GANNET_INLINE void e4m3_to_bf16(const uint8_t* p, uint16_t* out, int n) {
 
 inline constexpr int kFewestGroupLanes = 4;
 GANNET_INLINE F sum_groups(F v, int lanes) {
-  v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4E));  // + the lane 2 further, of four
-  v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xB1));  // + its neighbour
+  v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4E));                            // + the lane 2 further, of four
+  v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xB1));                            // + its neighbour
   return lanes == 4 ? v : _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0xB1));  // + the next four
 }
 GANNET_INLINE F and_mask(F a, W mask) { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), mask)); }
@@ -170,7 +183,8 @@ GANNET_INLINE uint32_t equal_bits(W a, W b) { return _mm512_cmpeq_epi32_mask(a, 
 GANNET_INLINE int compress_lanes(int32_t* out, uint32_t bits, int32_t base) {
   // In registers and then a masked store: the memory form of the compress instruction is microcode on Zen 4.
   const int n = __builtin_popcount(bits);
-  const __m512i lane = _mm512_add_epi32(_mm512_set1_epi32(base), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  const __m512i lane = _mm512_add_epi32(_mm512_set1_epi32(base),
+                                        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
   _mm512_mask_storeu_epi32(out, first_lanes(n), _mm512_maskz_compress_epi32(static_cast<__mmask16>(bits), lane));
   return n;
 }

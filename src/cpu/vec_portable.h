@@ -17,7 +17,7 @@ inline namespace v0 {
 namespace cpu {
 namespace GANNET_ISA {
 
-inline constexpr int kLanes = 4;  // fp32 values in a vector
+inline constexpr int kLanes = 4;          // fp32 values in a vector
 inline constexpr bool kFastDot2 = false;  // dot2 beats two fma on fp32
 inline constexpr int kVectorRegisters = 16;
 inline constexpr bool kNativeDot2 = false;  // dot2 is several instructions: fp32 fma over expanded values is faster
@@ -164,10 +164,13 @@ GANNET_INLINE void e4m3_to_bf16(const uint8_t* p, uint16_t* out, int n) {
 
 // ---- selections -----------------------------------------------------------------------------------------------------
 
-/// Lanes that sum_groups can add separately: n lanes from a multiple of n, kFewestGroupLanes <= n <= kLanes, n a power of
-/// two. The sum of a group stands in its first lane; its bits depend on the group alone.
+/// Lanes that sum_groups can add separately: n lanes from a multiple of n, kFewestGroupLanes <= n <= kLanes, n a power
+/// of two. The sum of a group stands in its first lane; its bits depend on the group alone.
 inline constexpr int kFewestGroupLanes = 4;
-GANNET_INLINE F sum_groups(F v, int) { v[0] = reduce_add(v); return v; }
+GANNET_INLINE F sum_groups(F v, int) {
+  v[0] = reduce_add(v);
+  return v;
+}
 /// Bits of a where the mask has ones, +0 elsewhere (a NaN there is gone).
 GANNET_INLINE F and_mask(F a, W mask) { return (F)((W)a & mask); }
 /// Unsigned words in the total order of scores: NaN (0) < -inf < finite < +inf, -0 = +0.

@@ -14,9 +14,16 @@
 //     packed and nothing is summed across a vector, so a gather (pages, slots) costs nothing extra;
 //   - softmax: running maximum and sum are vertical, a lane each;
 //   - the weights come out as pairs of keys [key / 2][lane], which is what the product with V broadcasts;
-//   - V (the first R values of the rows) is interleaved two keys at a time once a block, shared by all lanes, and laid
-//     out in column panels: with whole rows of 2 KiB a panel would hit only 8 of the 64 sets of L1.
-// fp32 needs no pairs: K and V are read from the cache rows themselves.
+//   - V (the first R values of the rows) is read from the rows too: two keys are interleaved in registers on the way to
+//     the product, by shuffles that run beside the dot products. Columns come out in the order of the shuffle and are
+//     put right when the result is written.
+// fp32 needs no pairs. Rows of other element types are converted once a block of keys, for all lanes.
+//
+// What was tried (one core of a Zen 4, 512-bit operations in two passes, 236 GFLOP/s of vdpbf16ps from registers and
+// L1; 128 and 16 heads, 1024 keys): V interleaved into a buffer 85 and 75 %, since at 16 heads the stores of the buffer
+// are 8 % of the work, and a panel of whole rows at 2 KiB falls into 8 of the 64 sets of L1; interleaved in registers
+// 92 and 85 %. At one vector of lanes the broadcasts bound the scores to 92 %. Blocks of q of 16 or 18 KiB, groups of
+// 64 lanes: no gain.
 //
 // What no result depends on. The keys of a row are cut into segments at fixed positions (multiples of kSegmentKeys; for
 // a list: of its columns) and a segment into blocks at fixed positions. Each segment starts from a fresh state, and
@@ -45,12 +52,18 @@ namespace {
 
 constexpr int kSubVectors = kVectorRegisters >= 32 ? 4 : 2;  // lanes of a register tile, in vectors
 constexpr int kSubLanes = kSubVectors * kLanes;
-constexpr int kGroupLanes = 128;     // one row of DeepSeek-V3; V's interleaving is shared by so many
-constexpr int kSegmentKeys = 1024;   // positions of the splits; part of the definition of a result
+constexpr int kGroupLanes = 128;  // one row of DeepSeek-V3: its sums (256 KiB) and q (144 KiB) stay in 1 MiB of L2
+// Positions of the splits; part of the definition of a result. A partial result is 256 KiB at 128 lanes, written and
+// read once a segment: 512 keys cost 1 % more than 1024 and feed twice as many workers.
+constexpr int kSegmentKeys = 512;
 constexpr int kQBlockBytes = 24576;  // of a sub-block's q: stays in 32 KiB of L1 beside the rows that stream by
-constexpr int kMinPartials = 64;     // partial results of a wave: 16 MiB at 128 lanes of 512 values
+// Of a row of the next block. The machine's own prefetch follows once a row has begun. A cache of 32,768 rows in DRAM,
+// 16 heads: 53 % of the bf16 rate without, 62 % with 512 bytes, 58 % with the whole row (whose requests hold up the
+// reads of this block); where the cache lies in L3 it costs 1 %.
+constexpr int64_t kAheadBytes = 512;
+constexpr int kMinPartials = 64;  // partial results of a wave: 16 MiB at 128 lanes of 512 values
 constexpr int kPartialsPerWorker = 8;
-constexpr int kMaxUnits = 1024;      // of a wave
+constexpr int kMaxUnits = 1024;  // of a wave
 
 constexpr float kInfinity = __builtin_inff();
 
@@ -70,7 +83,7 @@ GANNET_INLINE T* element(const TensorView& v, int64_t i0, int64_t i1) {
 struct Bf16Path {
   using Cell = uint32_t;
   using Vec = W;
-  static constexpr int kPer = 2;       // values of a cell
+  static constexpr int kPer = 2;  // values of a cell
   static constexpr int kBlockKeys = 128;
   static constexpr bool kPaired = true;
   GANNET_INLINE Vec load(const Cell* p) { return load_w(p); }
@@ -120,26 +133,26 @@ struct Problem {
   int64_t latent_dim, width;  // R, R + P
   int64_t out_stride;         // R rounded up to whole vectors: the stride of running sums
   int64_t num_heads;
-  int max_lanes;              // of a group, whole vectors
-  float score_scale;          // softmax scale * log2(e): exponentials are to base 2
+  int max_lanes;      // of a group, whole vectors
+  float score_scale;  // softmax scale * log2(e): exponentials are to base 2
   float out_scale;
 };
 
 // A worker's memory. Sizes for max_lanes lanes (L), blocks of B keys.
 struct Scratch {
-  int64_t* packed_for;  // [2] the group whose q is packed: item, first lane
-  const std::byte** rows;  // [kSegmentKeys] addresses of the segment's cache rows
-  const void** block_rows; // [B + 1] the block's rows as cells
-  void* q;              // cells [sub-block][(R + P) / kPer][lanes of it]
-  float* scores;        // [sub-block][B][lanes of it]
-  void* weights;        // cells [sub-block][B / kPer][lanes of it]
-  void* converted;      // cells [B][converted_stride]: rows of a format that is not used as it lies
-  const void* no_row;   // zeros, the partner of a last odd key
-  float* limit;         // [L] keys of the segment that the lane sees
-  float* rescale;       // [L]
-  float* m;             // [L] running maximum, in units of log2
-  float* z;             // [L] running sum
-  float* o;             // [L][out_stride]
+  int64_t* packed_for;      // [2] the group whose q is packed: item, first lane
+  const std::byte** rows;   // [kSegmentKeys] addresses of the segment's cache rows
+  const void** block_rows;  // [B + 1] the block's rows as cells
+  void* q;                  // cells [sub-block][(R + P) / kPer][lanes of it]
+  float* scores;            // [sub-block][B][lanes of it]
+  void* weights;            // cells [sub-block][B / kPer][lanes of it]
+  void* converted;          // cells [B][converted_stride]: rows of a format that is not used as it lies
+  const void* no_row;       // zeros, the partner of a last odd key
+  float* limit;             // [L] keys of the segment that the lane sees
+  float* rescale;           // [L]
+  float* m;                 // [L] running maximum, in units of log2
+  float* z;                 // [L] running sum
+  float* o;                 // [L][out_stride]
 };
 
 // A part of the work: a segment of the keys for a group of lanes.
@@ -147,7 +160,7 @@ struct Unit {
   int64_t item;        // request, or row of a list
   int64_t first_lane;  // within the item
   int32_t segment;
-  int32_t partial;     // where its state goes; -1: it is the group's only segment and writes the result
+  int32_t partial;  // where its state goes; -1: it is the group's only segment and writes the result
 };
 
 // The partials of one group that a wave produced.
@@ -171,8 +184,8 @@ struct Run {
 
 // scores[t][lane] (+)= sum over cells [0, n) of q[cell][lane] * rows[t][cell], for TT keys and NV vectors of lanes.
 template <class P, int TT, int NV>
-GANNET_INLINE void score_tile(const typename P::Cell* q, const void* const* rows, int64_t cell0, int64_t n, float* scores,
-                              bool fresh) {
+GANNET_INLINE void score_tile(const typename P::Cell* q, const void* const* rows, int64_t cell0, int64_t n,
+                              float* scores, bool fresh) {
   using Cell = typename P::Cell;
   constexpr int64_t kWidth = NV * kLanes;
   F acc[TT][NV];
@@ -193,8 +206,16 @@ GANNET_INLINE void score_tile(const typename P::Cell* q, const void* const* rows
     for (int v = 0; v < NV; ++v) storeu(scores + t * kWidth + v * kLanes, acc[t][v]);
 }
 
+// The rows of the next block, the beginnings of which are asked for while this one is worked on.
+struct Ahead {
+  const std::byte* const* rows;
+  int num_rows;
+  int64_t bytes;
+};
+
 template <class P, int NV>
-void score_block(const typename P::Cell* q, const void* const* rows, int num_keys, int64_t cells, float* scores) {
+void score_block(const typename P::Cell* q, const void* const* rows, int num_keys, int64_t cells, const Ahead& ahead,
+                 float* scores) {
   // Tiles of about 24 accumulators (8 where there are 16 registers), 12 keys at most.
   constexpr int kWanted = (kVectorRegisters >= 32 ? 24 : 8) / NV;
   constexpr int kTile = kWanted > 12 ? 12 : kWanted;
@@ -204,7 +225,11 @@ void score_block(const typename P::Cell* q, const void* const* rows, int num_key
     const int64_t n = smaller(kCells, cells - c);
     const typename P::Cell* qc = q + c * kWidth;
     int t = 0;
-    for (; t + kTile <= num_keys; t += kTile) score_tile<P, kTile, NV>(qc, rows + t, c, n, scores + t * kWidth, c == 0);
+    for (; t + kTile <= num_keys; t += kTile) {
+      for (int i = t; c == 0 && i < t + kTile && i < ahead.num_rows; ++i)
+        for (int64_t at = 0; at < ahead.bytes; at += 64) prefetch(ahead.rows[i] + at);
+      score_tile<P, kTile, NV>(qc, rows + t, c, n, scores + t * kWidth, c == 0);
+    }
     for (; t + 2 <= num_keys; t += 2) score_tile<P, 2, NV>(qc, rows + t, c, n, scores + t * kWidth, c == 0);
     for (; t < num_keys; ++t) score_tile<P, 1, NV>(qc, rows + t, c, n, scores + t * kWidth, c == 0);
   }
@@ -212,13 +237,13 @@ void score_block(const typename P::Cell* q, const void* const* rows, int num_key
 
 template <class P>
 void score_sub_block(const typename P::Cell* q, const void* const* rows, int num_keys, int64_t cells, int num_vectors,
-                     float* scores) {
+                     const Ahead& ahead, float* scores) {
   if constexpr (kSubVectors >= 4) {
-    if (num_vectors == 4) return score_block<P, 4>(q, rows, num_keys, cells, scores);
-    if (num_vectors == 3) return score_block<P, 3>(q, rows, num_keys, cells, scores);
+    if (num_vectors == 4) return score_block<P, 4>(q, rows, num_keys, cells, ahead, scores);
+    if (num_vectors == 3) return score_block<P, 3>(q, rows, num_keys, cells, ahead, scores);
   }
-  if (num_vectors == 2) return score_block<P, 2>(q, rows, num_keys, cells, scores);
-  score_block<P, 1>(q, rows, num_keys, cells, scores);
+  if (num_vectors == 2) return score_block<P, 2>(q, rows, num_keys, cells, ahead, scores);
+  score_block<P, 1>(q, rows, num_keys, cells, ahead, scores);
 }
 
 // ---- softmax of a block -------------------------------------------------------------------------------------------
@@ -227,7 +252,8 @@ void score_sub_block(const typename P::Cell* q, const void* const* rows, int num
 // kMasked: the block has keys that some lane does not see; key t is visible iff first_key + t < limit[lane].
 template <class P, bool kMasked>
 GANNET_INLINE void softmax_vector(const float* scores, int64_t stride, int num_keys, int first_key, const float* limit,
-                                  float scale, bool fresh, typename P::Cell* weights, float* m, float* z, float* rescale) {
+                                  float scale, bool fresh, typename P::Cell* weights, float* m, float* z,
+                                  float* rescale) {
   const F minus_infinity = set1(-kInfinity), factor = set1(scale);
   const F seen = kMasked ? loadu(limit) : zero();
   const auto score = [&](int t) __attribute__((always_inline)) {
@@ -267,12 +293,13 @@ GANNET_INLINE void softmax_vector(const float* scores, int64_t stride, int num_k
 
 // ---- weights times V ----------------------------------------------------------------------------------------------
 
-// o[lane][column] = rescale[lane] * o + sum over cells j of weights[j][lane] * V[j][column], for HH lanes and NV vectors
-// of columns from `column`. A cell of V is a row, or two rows of which the columns are paired on the way: the shuffles
-// run beside the dot products, so that was measured to be free, where pairs in a buffer cost stores and L1.
+// o[lane][column] = rescale[lane] * o + sum over cells j of weights[j][lane] * V[j][column], for HH lanes and NV
+// vectors of columns from `column`. A cell of V is a row, or two rows of which the columns are paired on the way: the
+// shuffles run beside the dot products, so that was measured to be free, where pairs in a buffer cost stores and L1.
 template <class P, int HH, int NV>
-GANNET_INLINE void value_tile(const typename P::Cell* weights, int64_t weight_stride, const void* const* rows, int64_t column,
-                              int64_t cells, float* o, int64_t o_stride, const float* rescale, bool fresh) {
+GANNET_INLINE void value_tile(const typename P::Cell* weights, int64_t weight_stride, const void* const* rows,
+                              int64_t column, int64_t cells, float* o, int64_t o_stride, const float* rescale,
+                              bool fresh) {
   F acc[HH][NV];
   for (int h = 0; h < HH; ++h) {
     const F factor = fresh ? zero() : set1(rescale[h]);
@@ -295,7 +322,8 @@ GANNET_INLINE int value_tiles(int h, int num_lanes, const typename P::Cell* weig
                               const void* const* rows, int64_t column, int64_t cells, float* o, int64_t o_stride,
                               const float* rescale, bool fresh) {
   for (; h + HH <= num_lanes; h += HH)
-    value_tile<P, HH, NV>(weights + h, weight_stride, rows, column, cells, o + h * o_stride, o_stride, rescale + h, fresh);
+    value_tile<P, HH, NV>(weights + h, weight_stride, rows, column, cells, o + h * o_stride, o_stride, rescale + h,
+                          fresh);
   return h;
 }
 
@@ -308,8 +336,8 @@ void value_lanes(const typename P::Cell* weights, int64_t weight_stride, const v
   if constexpr (kTile == 6) {
     const int fives = (6 - num_lanes % 6) % 6;
     if (fives * 5 <= num_lanes) {
-      h = value_tiles<P, 6, NV>(h, num_lanes - 5 * fives, weights, weight_stride, rows, column, cells, o, o_stride, rescale,
-                                fresh);
+      h = value_tiles<P, 6, NV>(h, num_lanes - 5 * fives, weights, weight_stride, rows, column, cells, o, o_stride,
+                                rescale, fresh);
       value_tiles<P, 5, NV>(h, num_lanes, weights, weight_stride, rows, column, cells, o, o_stride, rescale, fresh);
       return;
     }
@@ -335,9 +363,11 @@ void add_values(const Problem& p, const Scratch& s, int group_lanes, int lane0, 
       const auto* weights = static_cast<const typename P::Cell*>(s.weights) + sub * kCells + (from - sub);
       float* od = o + from * p.out_stride + d;
       if (whole)
-        value_lanes<P, kSubVectors>(weights, lanes, s.block_rows, d, cells, to - from, od, p.out_stride, s.rescale + from, fresh);
+        value_lanes<P, kSubVectors>(weights, lanes, s.block_rows, d, cells, to - from, od, p.out_stride,
+                                    s.rescale + from, fresh);
       else
-        value_lanes<P, P::kPer>(weights, lanes, s.block_rows, d, cells, to - from, od, p.out_stride, s.rescale + from, fresh);
+        value_lanes<P, P::kPer>(weights, lanes, s.block_rows, d, cells, to - from, od, p.out_stride, s.rescale + from,
+                                fresh);
     }
     d += whole ? kColumns : P::kPer * kLanes;
   }
@@ -357,7 +387,7 @@ bool rows_are_cells(const Problem& p) {
 // does not fall into few sets of L1.
 GANNET_INLINE int64_t converted_stride(const Problem& p) {
   return round_up(larger(p.width, p.out_stride), 16) / 16 % 2 == 0 ? round_up(larger(p.width, p.out_stride), 16) + 16
-                                                                  : round_up(larger(p.width, p.out_stride), 16);
+                                                                   : round_up(larger(p.width, p.out_stride), 16);
 }
 
 GANNET_INLINE void convert_row(const Problem& p, const std::byte* row, float* to) {
@@ -432,7 +462,8 @@ void pack_q(const Problem& p, const Group& g, typename P::Cell* packed) {
       W m[kLanes];
       for (int i = 0; i < kLanes; ++i) {
         const int64_t at = g.head0 + lane0 + i;
-        m[i] = lane0 + i < g.num_lanes ? load_q<P>(p.q, g.row0 + at / p.num_heads, at % p.num_heads, c, cells) : set1_w(0);
+        m[i] =
+            lane0 + i < g.num_lanes ? load_q<P>(p.q, g.row0 + at / p.num_heads, at % p.num_heads, c, cells) : set1_w(0);
       }
       transpose_words(m);
       const int n = static_cast<int>(smaller(kLanes, cells - c));
@@ -462,16 +493,20 @@ void attend_segment(const Problem& p, const Scratch& s, const Run* runs, int num
     const int num_keys = static_cast<int>(smaller(P::kBlockKeys, n - b));
     const bool fresh = b == 0, masked = runs[0].keys < b + num_keys;
     load_block<P>(p, s, s.rows + b, num_keys);
+    const Ahead next{s.rows + b + num_keys, static_cast<int>(smaller(P::kBlockKeys, n - b - num_keys)),
+                     smaller(kAheadBytes, p.row_bytes)};
+    const Ahead none{nullptr, 0, 0};
     for (int sub = 0; sub < padded; sub += kSubLanes) {
       const int lanes = static_cast<int>(smaller(kSubLanes, padded - sub));
       float* scores = s.scores + sub * P::kBlockKeys;
       Cell* weights = static_cast<Cell*>(s.weights) + sub * (P::kBlockKeys / P::kPer);
-      score_sub_block<P>(static_cast<const Cell*>(s.q) + sub * cells, s.block_rows, num_keys, cells, lanes / kLanes, scores);
+      score_sub_block<P>(static_cast<const Cell*>(s.q) + sub * cells, s.block_rows, num_keys, cells, lanes / kLanes,
+                         sub == 0 ? next : none, scores);
       for (int l = 0; l < lanes; l += kLanes) {
         const int lane = sub + l;
         if (masked)
-          softmax_vector<P, true>(scores + l, lanes, num_keys, b, s.limit + lane, p.score_scale, fresh, weights + l, m + lane,
-                                  z + lane, s.rescale + lane);
+          softmax_vector<P, true>(scores + l, lanes, num_keys, b, s.limit + lane, p.score_scale, fresh, weights + l,
+                                  m + lane, z + lane, s.rescale + lane);
         else
           softmax_vector<P, false>(scores + l, lanes, num_keys, b, s.limit + lane, p.score_scale, fresh, weights + l,
                                    m + lane, z + lane, s.rescale + lane);
@@ -670,9 +705,11 @@ size_t workspace_on(const Problem& p, int64_t max_segments, int num_workers) {
 }
 
 // Source gives the items (a request, or a row with a list) and their keys:
-//   int64_t num_items; int64_t row0(item), num_rows(item); int64_t num_keys(item, j): keys or columns of row j;
-//   int gather(item, segment, n, rows): addresses of the segment's keys, the n first positions; returns how many count
-//   static constexpr bool kList: invalid entries are dropped, so what gather returns counts for every lane
+//   int64_t num_items;
+//   Item item(i): has first_row and num_rows, the query rows
+//   int64_t num_keys(item, j): keys that row j sees (columns of its list), which do not fall from a row to the next
+//   int gather(item, segment, n, rows): addresses of the first n keys of the segment; returns how many there are
+//   static constexpr bool kList: entries may be dropped, so what gather returns counts for every lane
 template <class P, class Source>
 void run_on(const Problem& p, const Source& source, int64_t max_segments, const RunContext& ctx) {
   const int num_workers = ctx.executor.num_workers();
@@ -692,18 +729,20 @@ void run_on(const Problem& p, const Source& source, int64_t max_segments, const 
     if constexpr (P::kPaired) std::memset(const_cast<void*>(s.no_row), 0, static_cast<size_t>(p.latent_dim) * 2);
   }
 
-  const auto group_at = [&](int64_t item, int64_t first_lane) {
+  using Item = typename Source::Item;
+  const auto group_at = [&](const Item& item, int64_t first_lane) {
     Group g;
-    g.row0 = source.row0(item) + first_lane / p.num_heads;
+    g.row0 = item.first_row + first_lane / p.num_heads;
     g.head0 = first_lane % p.num_heads;
-    g.num_lanes = static_cast<int>(smaller(p.max_lanes, source.num_rows(item) * p.num_heads - first_lane));
+    g.num_lanes = static_cast<int>(smaller(p.max_lanes, item.num_rows * p.num_heads - first_lane));
     return g;
   };
 
   const auto run_unit = [&](int64_t index, int worker) {
     const Unit& u = units[index];
     const Scratch s = scratch_at<P>(p, worker_memory + worker * per_worker);
-    const Group g = group_at(u.item, u.first_lane);
+    const Item item = source.item(u.item);
+    const Group g = group_at(item, u.first_lane);
     if (s.packed_for[0] != u.item || s.packed_for[1] != u.first_lane) {
       pack_q<P>(p, g, static_cast<typename P::Cell*>(s.q));
       s.packed_for[0] = u.item;
@@ -714,31 +753,31 @@ void run_on(const Problem& p, const Source& source, int64_t max_segments, const 
     const int64_t first_key = int64_t{u.segment} * kSegmentKeys;
     for (int lane = 0; lane < g.num_lanes; ++num_runs) {
       const int64_t at = u.first_lane + lane, j = at / p.num_heads;
-      const int64_t keys = smaller(larger(source.num_keys(u.item, j) - first_key, 0), kSegmentKeys);
+      const int64_t keys = smaller(larger(source.num_keys(item, j) - first_key, 0), kSegmentKeys);
       const int lanes = static_cast<int>(smaller((j + 1) * p.num_heads - at, g.num_lanes - lane));
       runs[num_runs] = {lane, lanes, static_cast<int32_t>(keys)};
       lane += lanes;
     }
     int n = runs[num_runs - 1].keys;
-    n = source.gather(u.item, u.segment, n, s.rows);
+    n = source.gather(item, u.segment, n, s.rows);
     if constexpr (Source::kList) runs[0].keys = n;
     const State state = u.partial < 0 ? State{s.m, s.z, s.o} : state_at(p, states, u.partial);
     attend_segment<P>(p, s, runs, num_runs, g.num_lanes, n, state.m, state.z, state.o);
     if (u.partial >= 0) return;
     for (int lane = 0; lane < g.num_lanes; ++lane)
-      write_row<P>(p, g.row0 + (g.head0 + lane) / p.num_heads, (g.head0 + lane) % p.num_heads, s.o + lane * p.out_stride,
-                s.m[lane], s.z[lane]);
+      write_row<P>(p, g.row0 + (g.head0 + lane) / p.num_heads, (g.head0 + lane) % p.num_heads,
+                   s.o + lane * p.out_stride, s.m[lane], s.z[lane]);
   };
 
   const int64_t vectors = p.max_lanes / kLanes;
   const auto run_merge = [&](int64_t index, int worker) {
     const MergeJob& job = jobs[index / vectors];
-    const Group g = group_at(job.item, job.first_lane);
+    const Group g = group_at(source.item(job.item), job.first_lane);
     const int lane0 = static_cast<int>(index % vectors) * kLanes;
     if (lane0 >= g.num_lanes) return;
     auto* factors = reinterpret_cast<float*>(worker_memory + worker * per_worker + Sizes<P>(p).total());
-    merge_lanes<P>(p, g, job, states, state_at(p, states, max_partials + carry), state_at(p, states, max_partials + 1 - carry),
-                lane0, factors);
+    merge_lanes<P>(p, g, job, states, state_at(p, states, max_partials + carry),
+                   state_at(p, states, max_partials + 1 - carry), lane0, factors);
   };
 
   int64_t num_units = 0, num_partials = 0, num_jobs = 0;
@@ -748,23 +787,28 @@ void run_on(const Problem& p, const Source& source, int64_t max_segments, const 
     num_units = num_partials = num_jobs = 0;
     carry = 1 - carry;
   };
-  for (int64_t item = 0; item < source.num_items; ++item) {
-    const int64_t lanes = source.num_rows(item) * p.num_heads;
+  for (int64_t i = 0; i < source.num_items; ++i) {
+    const Item item = source.item(i);
+    const int64_t lanes = item.num_rows * p.num_heads;
     for (int64_t first = 0; first < lanes; first += p.max_lanes) {
       const int64_t last_row = (smaller(first + p.max_lanes, lanes) - 1) / p.num_heads;
       const int64_t segments = (source.num_keys(item, last_row) + kSegmentKeys - 1) / kSegmentKeys;
       if (segments <= 1) {
         if (num_units == kMaxUnits) flush();
-        units[num_units++] = {item, first, 0, -1};
+        units[num_units++] = {i, first, 0, -1};
         continue;
       }
       for (int64_t done = 0; done < segments;) {
         if (num_units == kMaxUnits || num_partials == max_partials) flush();
         const int64_t count = smaller(segments - done, smaller(kMaxUnits - num_units, max_partials - num_partials));
-        jobs[num_jobs++] = {item, first, static_cast<int32_t>(num_partials), static_cast<int32_t>(count), done > 0,
+        jobs[num_jobs++] = {i,
+                            first,
+                            static_cast<int32_t>(num_partials),
+                            static_cast<int32_t>(count),
+                            done > 0,
                             done + count == segments};
-        for (int64_t i = 0; i < count; ++i)
-          units[num_units++] = {item, first, static_cast<int32_t>(done + i), static_cast<int32_t>(num_partials++)};
+        for (int64_t s = 0; s < count; ++s)
+          units[num_units++] = {i, first, static_cast<int32_t>(done + s), static_cast<int32_t>(num_partials++)};
         done += count;
       }
     }

@@ -4,6 +4,7 @@
 #define GANNET_CPU_KERNELS_MLA_DECODE_INL_H_
 
 #include "cpu/kernels/absorbed-inl.h"
+#include "cpu/kernels/query_rows-inl.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -12,48 +13,24 @@ namespace GANNET_ISA {
 namespace {
 
 struct PagedKeys {
+  using Item = RequestRows;
   static constexpr bool kList = false;
   const MlaDecode& p;
   int64_t row_bytes;
-  int64_t num_items;
+  int64_t num_items;  // requests
 
   explicit PagedKeys(const MlaDecode& params)
-      : p(params), row_bytes(latent_row_bytes(params.cache.format, params.cache.geometry)), num_items(params.rows.seq_lens.shape[0]) {}
+      : p(params),
+        row_bytes(latent_row_bytes(params.cache.format, params.cache.geometry)),
+        num_items(params.rows.seq_lens.shape[0]) {}
 
-  // Rows of a ragged batch are bounded by q, whatever cu_q_lens holds.
-  int64_t row0(int64_t item) const {
-    if (!p.rows.cu_q_lens.given()) return item * p.rows.q_len;
-    return larger(0, smaller(static_cast<const int32_t*>(p.rows.cu_q_lens.data)[item], p.q.shape[0]));
-  }
-  int64_t num_rows(int64_t item) const {
-    if (!p.rows.cu_q_lens.given()) return p.rows.q_len;
-    return larger(0, row0(item + 1) - row0(item));
-  }
-  // The cells of a request's table row, and how many there are.
-  const int32_t* table(int64_t item, int64_t* columns) const {
-    if (p.pages.form == PageTableForm::kCsr) {
-      const auto* indptr = static_cast<const int32_t*>(p.pages.indptr.data);
-      *columns = larger(0, int64_t{indptr[item + 1]} - indptr[item]);
-      return static_cast<const int32_t*>(p.pages.indices.data) + indptr[item];
-    }
-    *columns = p.pages.pages.shape[1];
-    const int64_t row = p.pages.row_indices.given() ? static_cast<const int32_t*>(p.pages.row_indices.data)[item] : item;
-    return static_cast<const int32_t*>(p.pages.pages.data) + row * p.pages.pages.stride[0];
-  }
-  int64_t num_keys(int64_t item, int64_t j) const {
-    int64_t columns;
-    table(item, &columns);
-    const int64_t seq_len = static_cast<const int32_t*>(p.rows.seq_lens.data)[item];
-    if (seq_len <= 0) return 0;
-    return smaller(row_bound(p.rows.bound, seq_len, num_rows(item), j), columns * p.cache.page_size);
-  }
-  int gather(int64_t item, int32_t segment, int n, const std::byte** rows) const {
-    int64_t columns;
-    const int32_t* cells = table(item, &columns);
+  Item item(int64_t i) const { return request_rows(p.pages, p.rows, p.cache.page_size, p.q.shape[0], i); }
+  int64_t num_keys(const Item& r, int64_t j) const { return visible_keys(r, p.rows.bound, j); }
+  int gather(const Item& r, int32_t segment, int n, const std::byte** rows) const {
     const int64_t first = int64_t{segment} * kSegmentKeys;
     int64_t page = first / p.cache.page_size, offset = first % p.cache.page_size;
     for (int t = 0; t < n; ++page, offset = 0) {
-      const std::byte* at = static_cast<const std::byte*>(p.cache.data) + cells[page] * p.cache.page_stride_bytes;
+      const std::byte* at = static_cast<const std::byte*>(p.cache.data) + r.pages[page] * p.cache.page_stride_bytes;
       for (; t < n && offset < p.cache.page_size; ++t, ++offset) rows[t] = at + offset * row_bytes;
     }
     return n;

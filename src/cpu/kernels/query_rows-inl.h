@@ -49,6 +49,7 @@ GANNET_INLINE RequestRows request_rows(const PageTableView& table, const QueryRo
 
 /// Keys that row j of the request sees.
 GANNET_INLINE int64_t visible_keys(const RequestRows& r, RowBound bound, int64_t j) {
+  if (r.seq_len <= 0) return 0;  // a request without keys has none for any row, whatever the bound
   const int64_t n = row_bound(bound, r.seq_len, r.num_rows, j);
   return n < r.reach ? n : r.reach;
 }

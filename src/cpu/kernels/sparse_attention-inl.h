@@ -12,6 +12,10 @@ namespace GANNET_ISA {
 namespace {
 
 struct ListedKeys {
+  struct Item {
+    int64_t first_row;
+    int64_t num_rows;
+  };
   static constexpr bool kList = true;
   const SparseAttention& p;
   int64_t row_bytes;
@@ -24,16 +28,16 @@ struct ListedKeys {
         num_slots(params.cache.num_pages * params.cache.page_size),
         num_items(params.q.shape[0]) {}
 
-  int64_t row0(int64_t item) const { return item; }
-  int64_t num_rows(int64_t) const { return 1; }
-  int64_t num_keys(int64_t item, int64_t) const {
+  Item item(int64_t i) const { return {i, 1}; }
+  int64_t num_keys(const Item& r, int64_t) const {
     const int64_t columns = p.topk_slots.shape[1];
     if (!p.topk_lens.given()) return columns;
-    return larger(0, smaller(columns, static_cast<const int32_t*>(p.topk_lens.data)[item * p.topk_lens.stride[0]]));
+    return larger(0,
+                  smaller(columns, static_cast<const int32_t*>(p.topk_lens.data)[r.first_row * p.topk_lens.stride[0]]));
   }
   // Entries outside the pool may stand anywhere; the others keep their order.
-  int gather(int64_t item, int32_t segment, int n, const std::byte** rows) const {
-    const int32_t* slots = static_cast<const int32_t*>(p.topk_slots.data) + item * p.topk_slots.stride[0] +
+  int gather(const Item& r, int32_t segment, int n, const std::byte** rows) const {
+    const int32_t* slots = static_cast<const int32_t*>(p.topk_slots.data) + r.first_row * p.topk_slots.stride[0] +
                            int64_t{segment} * kSegmentKeys;
     const auto* base = static_cast<const std::byte*>(p.cache.data);
     const bool flat = p.cache.page_stride_bytes == p.cache.page_size * row_bytes;
@@ -41,8 +45,9 @@ struct ListedKeys {
     for (int t = 0; t < n; ++t) {
       const int64_t slot = slots[t];
       if (slot < 0 || slot >= num_slots) continue;
-      rows[valid++] = flat ? base + slot * row_bytes
-                           : base + slot / p.cache.page_size * p.cache.page_stride_bytes + slot % p.cache.page_size * row_bytes;
+      rows[valid++] =
+          flat ? base + slot * row_bytes
+               : base + slot / p.cache.page_size * p.cache.page_stride_bytes + slot % p.cache.page_size * row_bytes;
     }
     return valid;
   }
