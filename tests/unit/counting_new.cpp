@@ -14,5 +14,10 @@ void* operator new(std::size_t n) {
   if (void* p = std::malloc(n > 0 ? n : 1)) return p;
   throw std::bad_alloc();
 }
+// Sanitizers bring their own of this one, whose memory must not meet the delete below.
+void* operator new(std::size_t n, const std::nothrow_t&) noexcept {
+  ++news;
+  return std::malloc(n > 0 ? n : 1);
+}
 void operator delete(void* p) noexcept { std::free(p); }
 void operator delete(void* p, std::size_t) noexcept { std::free(p); }
