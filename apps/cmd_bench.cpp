@@ -70,6 +70,9 @@ void add_bench_command(CLI::App& app) {
   command->add_option("--impl", options->impl,
                       "Implementation by name, or \"all\" that run here (default: what a plan chooses)");
   command->add_option("--threads", options->threads, "Threads (default: all)")->check(CLI::Range(1, 4096));
+  command->add_flag_callback(
+      "--cpu-time", [options] { options->clock = gannet::bench::ClockKind::kThreadCpu; },
+      "Count the CPU time that the thread got, for a machine that others use; needs --threads 1");
   command->add_option("--rounds", options->rounds, "Interleaved rounds")
       ->check(CLI::Range(1, 10000))
       ->capture_default_str();

@@ -1,7 +1,6 @@
 #include "bench/bench.h"
 
 #include <algorithm>
-#include <chrono>
 #include <fstream>
 #include <ostream>
 
@@ -14,8 +13,6 @@ namespace bench {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // Seconds of roof measurement at the start and after each problem.
 constexpr double kRoofSecondsFirst = 1.0;
 constexpr double kRoofSecondsLater = 0.15;
@@ -27,17 +24,17 @@ struct Contestant {
 };
 
 /// Repeats calls for `seconds`, at least one; returns the fastest.
-double round_minimum(Contestant& c, double seconds) {
+double round_minimum(Contestant& c, ClockKind clock, double seconds) {
   double best = 0.0;
-  const Clock::time_point start = Clock::now();
-  Clock::time_point before = start;
+  const double start = now(clock);
+  double before = start;
   do {
     c.call->run(c.calls++);
-    const Clock::time_point after = Clock::now();
-    const double taken = std::chrono::duration<double>(after - before).count();
+    const double after = now(clock);
+    const double taken = after - before;
     best = best == 0.0 ? taken : std::min(best, taken);
     before = after;
-  } while (std::chrono::duration<double>(before - start).count() < seconds);
+  } while (before - start < seconds);
   return best;
 }
 
@@ -51,6 +48,8 @@ Timing timing_of(std::vector<double> minima, int64_t calls) {
 
 void run(const Options& options, std::ostream& out, std::ostream& err) {
   if (options.rounds < 1) fail_argument("bench", "rounds is {}; accepted: 1 and more", options.rounds);
+  if (options.clock == ClockKind::kThreadCpu && options.threads != 1)
+    fail_argument("bench", "threads is {} with thread CPU time; accepted: 1", options.threads);
   const std::vector<std::string>& ops = options.ops.empty() ? problem_ops() : options.ops;
   std::vector<Maker> makers;
   bool generate = options.ops.empty() && !options.generate.model.empty();
@@ -71,8 +70,8 @@ void run(const Options& options, std::ostream& out, std::ostream& err) {
 
   ThreadPool pool({.num_threads = options.threads});
   const Context context{.executor = &pool};
-  RoofMeter meter(pool);
-  if (const double load = load_average(); load > 0.5)
+  RoofMeter meter(pool, options.clock);
+  if (const double load = load_average(); load > 0.5 && options.clock == ClockKind::kWall)
     err << fmt::format("note: the load average is {:.1f}: something else runs here, figures will be low\n", load);
   meter.measure(kRoofSecondsFirst);
   print_roofs(out, meter.roofs());
@@ -95,12 +94,13 @@ void run(const Options& options, std::ostream& out, std::ostream& err) {
     }
     for (Contestant& c : contestants) c.call->run(c.calls++);  // first touches and the pool's wake-up are not timed
     for (int round = 0; round < options.rounds; ++round) {
-      for (Contestant& c : contestants) c.round_minima.push_back(round_minimum(c, options.min_time));
+      for (Contestant& c : contestants) c.round_minima.push_back(round_minimum(c, options.clock, options.min_time));
     }
     meter.measure(kRoofSecondsLater);
     for (Contestant& c : contestants) {
       const Row row{problem.op,    problem.label, c.call->impl(), timing_of(c.round_minima, c.calls),
-                    problem.flops, problem.bytes, problem.fp32,   problem.shape};
+                    problem.flops, problem.bytes, problem.fp32,   options.clock,
+                    problem.shape};
       print_row(out, row, meter.roofs());
       if (json.is_open()) json << to_json_line(row, meter.roofs()) << '\n' << std::flush;
     }

@@ -21,9 +21,10 @@ inline constexpr const char* kGenerate = "generate";
 struct Options {
   std::vector<std::string> ops = {};  ///< of problem_ops(), or "generate"; empty: all
   Grid grid{};
-  GenerateGrid generate{};  ///< with a model: whole runs of it after the operations
-  std::string impl = {};    ///< a name, "all", or empty: the one that a plan chooses
-  int threads = 0;          ///< 0: as many as the process may run on
+  GenerateGrid generate{};             ///< with a model: whole runs of it after the operations
+  std::string impl = {};               ///< a name, "all", or empty: the one that a plan chooses
+  int threads = 0;                     ///< 0: as many as the process may run on
+  ClockKind clock = ClockKind::kWall;  ///< kThreadCpu: threads must be 1
   int rounds = 5;
   double min_time = 0.2;       ///< seconds a round and implementation, at least one call
   std::string json_file = {};  ///< lines are appended; empty: none
@@ -45,6 +46,7 @@ struct Row {
   double flops = 0.0;
   double bytes = 0.0;
   bool fp32 = false;
+  ClockKind clock = ClockKind::kWall;
   std::shared_ptr<nlohmann::json> shape;
 };
 

@@ -95,6 +95,7 @@ std::string to_json_line(const Row& row, const Roofs& roofs) {
   j["impl"] = row.impl;
   j["ms_min"] = s * kMilli;
   j["ms_median"] = row.time.median_seconds * kMilli;
+  j["clock"] = row.clock == ClockKind::kWall ? "wall" : "thread CPU time";
   j["calls"] = row.time.calls;
   j["gflops"] = row.flops / s * kGiga;
   j["gbs"] = row.bytes / s * kGiga;

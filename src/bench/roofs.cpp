@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <ctime>
 #include <vector>
 
 #include "bench/roof_loops.h"
@@ -28,10 +29,16 @@ int64_t last_level_cache_bytes() {
   return bytes > 0 ? bytes : kUnknown;
 }
 
-namespace {
+double now(ClockKind kind) {
+  if (kind == ClockKind::kThreadCpu) {
+    timespec t{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+  }
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
-using Clock = std::chrono::steady_clock;
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+namespace {
 
 // Long enough to hide starting the clock and the threads, short enough to fit between two interruptions.
 constexpr double kSliceSeconds = 0.002;
@@ -47,12 +54,12 @@ const RoofLoops& widest_loops() {
 }
 
 // The rate of `workers` concurrent calls of loop(iterations), whose iterations are raised until a call takes a slice.
-double rate(Executor& executor, int workers, double (*loop)(int64_t), int64_t& iterations) {
+double rate(Executor& executor, ClockKind clock, int workers, double (*loop)(int64_t), int64_t& iterations) {
   std::vector<double> flops(static_cast<size_t>(workers));
   for (;;) {
-    const Clock::time_point start = Clock::now();
+    const double start = now(clock);
     executor.parallel_for(workers, [&](int64_t task, int) { flops[static_cast<size_t>(task)] = loop(iterations); });
-    const double seconds = seconds_since(start);
+    const double seconds = now(clock) - start;
     if (seconds < kSliceSeconds) {
       iterations *= 2;
       continue;
@@ -71,7 +78,7 @@ struct RoofMeter::Buffer {
   std::atomic<uint32_t> sink{0};
 };
 
-RoofMeter::RoofMeter(Executor& executor) : executor_(executor), buffer_(new Buffer) {
+RoofMeter::RoofMeter(Executor& executor, ClockKind clock) : executor_(executor), clock_(clock), buffer_(new Buffer) {
   // Four times the last level: what it keeps from the previous pass is at most a quarter.
   const int64_t words = 4 * last_level_cache_bytes() / static_cast<int64_t>(sizeof(uint32_t));
   buffer_->words.resize(static_cast<size_t>(words / kReadWords * kReadWords));
@@ -97,23 +104,23 @@ void RoofMeter::measure(double seconds) {
     if (buffer_->at + piece * tasks > words) buffer_->at = 0;
     const uint32_t* const first = buffer_->words.data() + buffer_->at;
     buffer_->at += piece * tasks;
-    const Clock::time_point start = Clock::now();
+    const double start = now(clock_);
     executor.parallel_for(tasks, [&](int64_t task, int) { buffer_->sink ^= loops.read(first + task * piece, piece); });
-    return static_cast<double>(piece * tasks) * sizeof(uint32_t) / seconds_since(start);
+    return static_cast<double>(piece * tasks) * sizeof(uint32_t) / (now(clock_) - start);
   };
-  const Clock::time_point start = Clock::now();
+  const double start = now(clock_);
   do {
-    keep(roofs_.fp32_one, rate(serial, 1, loops.fp32_fma, fp32_iterations));
-    keep(roofs_.fp32_all, rate(executor_, workers, loops.fp32_fma, fp32_iterations));
+    keep(roofs_.fp32_one, rate(serial, clock_, 1, loops.fp32_fma, fp32_iterations));
+    keep(roofs_.fp32_all, rate(executor_, clock_, workers, loops.fp32_fma, fp32_iterations));
     if (loops.bf16_dot != nullptr) {
-      keep(roofs_.bf16_one, rate(serial, 1, loops.bf16_dot, bf16_iterations));
-      keep(roofs_.bf16_all, rate(executor_, workers, loops.bf16_dot, bf16_iterations));
+      keep(roofs_.bf16_one, rate(serial, clock_, 1, loops.bf16_dot, bf16_iterations));
+      keep(roofs_.bf16_all, rate(executor_, clock_, workers, loops.bf16_dot, bf16_iterations));
     }
     for (int i = 0; i < kReadsPerTurn; ++i) {
       keep(roofs_.dram_one, read(serial, 1));
       keep(roofs_.dram_all, read(executor_, workers));
     }
-  } while (seconds_since(start) < seconds);
+  } while (now(clock_) - start < seconds);
   // All threads do at least what one of them does; on a busy machine they may never have run at the same time.
   keep(roofs_.fp32_all, roofs_.fp32_one);
   keep(roofs_.bf16_all, roofs_.bf16_one);

@@ -9,6 +9,14 @@ namespace gannet {
 inline namespace v0 {
 namespace bench {
 
+/// Which seconds are counted.
+enum class ClockKind : unsigned char {
+  kWall,
+  kThreadCpu,  ///< what the calling thread got of a processor: one thread on a machine that others use, too
+};
+/// Seconds from an arbitrary start.
+double now(ClockKind kind);
+
 /// Flops a second (multiply and add count as two) and bytes a second; the best of several short measurements.
 struct Roofs {
   std::string isa;        ///< instruction set of the loops: the widest that runs here
@@ -26,8 +34,8 @@ struct Roofs {
 
 class RoofMeter {
  public:
-  /// `executor` runs the measurements of all threads; it must outlive this.
-  explicit RoofMeter(Executor& executor);
+  /// `executor` runs the measurements of all threads; it must outlive this. With kThreadCpu it has one worker.
+  RoofMeter(Executor& executor, ClockKind clock);
   ~RoofMeter();
   /// Measures for about `seconds` and keeps the best of all calls.
   void measure(double seconds);
@@ -36,6 +44,7 @@ class RoofMeter {
  private:
   struct Buffer;
   Executor& executor_;
+  ClockKind clock_;
   Roofs roofs_;
   Buffer* buffer_;
 };
