@@ -1,4 +1,5 @@
-// gannet verify: a checkpoint against its golden files, each check printed with its figures.
+// gannet verify: every implementation of every operation against the fp64 oracle; or a checkpoint against its golden
+// files. Each check is printed with its figures.
 #include "cmd_verify.h"
 
 #include <fmt/core.h>
@@ -9,12 +10,14 @@
 #include "cli.h"
 #include "engine/golden.h"
 #include "model/tokenizer.h"
+#include "verify/verify.h"
 
 namespace gannet::cli {
 namespace {
 
 struct VerifyOptions {
   std::string model;
+  std::string op;  // "all" or one: the operations instead of a checkpoint
   std::optional<std::string> kv_dtype, index_dtype;
   int32_t page_size = 64;
   int64_t chunk = 512;
@@ -84,7 +87,27 @@ bool verify_tokenizer(const std::string& directory, const std::vector<GoldenProm
   return wrong == 0;
 }
 
+/// The grid of the operations' tests (src/verify): one line per operation, implementation, formats and class of cases.
+void verify_operations(const VerifyOptions& o) {
+  verify::Options options;
+  options.op = o.op == "all" ? std::string() : o.op;
+  options.impl = o.machine.impl;
+  int64_t failed = 0;
+  options.on_line = [&](const verify::Line& line) {
+    std::printf("%s\n", verify::to_string(line).c_str());
+    std::fflush(stdout);
+    if (!line.pass) ++failed;
+  };
+  if (verify::verify_operations(options).empty()) {
+    if (!options.impl.empty()) refuse("--impl", options.impl, "a name of gannet info that runs here, the oracle aside");
+    refuse("--op", o.op, "all, or the name of an operation (gannet info)");
+  }
+  std::printf("%s\n", failed == 0 ? "all checks passed" : "some checks FAILED");
+  if (failed > 0) throw Exit{kExitFailed};
+}
+
 void run_verify(const VerifyOptions& o) {
+  if (!o.op.empty() || o.model.empty()) return verify_operations(o);
   if (o.chunk < 1) refuse("--chunk", std::to_string(o.chunk), "1 and more");
   if (o.page_size < 1) refuse("--page-size", std::to_string(o.page_size), "32, 64");
   if (o.kv_dtype) latent_format(*o.kv_dtype);
@@ -111,10 +134,11 @@ void add_verify_command(CLI::App& app) {
   using namespace gannet::cli;
   auto options = std::make_shared<VerifyOptions>();
   VerifyOptions& o = *options;
-  CLI::App& c = *app.add_subcommand("verify", "Compare a checkpoint with its golden files");
+  CLI::App& c = *app.add_subcommand(
+      "verify", "Compare every implementation with the fp64 oracle, or a checkpoint with its golden files");
   c.add_option("--model", o.model, "Directory of a checkpoint with golden.json and golden.safetensors")
-      ->envname("GANNET_MODEL")
-      ->required();
+      ->envname("GANNET_MODEL");
+  c.add_option("--op", o.op, "Verify this operation, or all, instead of a checkpoint; the default without --model");
   c.add_option("--kv-dtype", o.kv_dtype,
                "Latent cache: fp32 or bf16; default: fp32 with fp32 index keys, then bf16 with fp8");
   c.add_option("--index-dtype", o.index_dtype, "Index-key cache: fp32, bf16 or fp8");

@@ -1,7 +1,127 @@
+#include <cmath>
+#include <cstring>
+
 #include "op_cases.h"
 
 namespace {
 
+using namespace gannet;
+using gannet::verify::make_ints;
+using gannet::verify::make_tensor;
+using gannet::verify::Paged;
+using gannet::verify::Rng;
+using gannet::verify::Tensor;
+
 TEST(MlaDecode, AgreesWithTheOracleOnTheGrid) { gannet_tests::expect_grid("mla_decode"); }
+
+struct Problem {
+  Paged paged;
+  verify::LatentPool pool;
+  Tensor q, out, lse;
+  MlaDecode params;
+  Problem(const verify::PagedSpec& spec, DType dtype, LatentFormat format, int64_t heads)
+      : paged(spec), pool(make_latent_pool(paged, format, 3)) {
+    q = make_tensor(dtype, {paged.num_rows, heads, 576});
+    verify::fill_normal(q, Rng(4));
+    out = make_tensor(DType::kF32, {paged.num_rows, heads, 512});
+    lse = make_tensor(DType::kF32, {paged.num_rows, heads});
+    params.q = q.view;
+    params.cache = pool.view;
+    params.pages = paged.table();
+    params.rows = paged.rows();
+    params.out = out.view;
+    params.lse = lse.view;
+    params.softmax_scale = 0.0625f;
+  }
+};
+
+TEST(MlaDecode, NanOfAVisibleKeyReachesTheRowsThatSeeIt) {
+  // In the rope part alone, which only the score reads: a kernel that clamps scores would hide it.
+  for (const auto& [dtype, format] :
+       {std::pair{DType::kBf16, LatentFormat::kBf16}, {DType::kF32, LatentFormat::kF32}}) {
+    Problem p({.seq_lens = {100, 70}, .q_len = 2}, dtype, format, 4);
+    std::byte* key = p.pool.view.row(p.paged.slot(0, 99), latent_row_bytes(format, {}));
+    if (format == LatentFormat::kF32) reinterpret_cast<float*>(key)[530] = NAN;
+    else reinterpret_cast<Bf16*>(key)[530] = Bf16::from_float(NAN);
+    for (const std::string& impl : gannet_tests::taking(p.params)) {
+      run_once(Context{}, p.params, {.impl = impl});
+      for (int64_t row = 0; row < 4; ++row) {  // row 1 sees position 99, row 0 of the same request does not
+        for (int64_t h = 0; h < 4; ++h) {
+          EXPECT_EQ(std::isnan(verify::get(p.lse.view, row, h)), row == 1) << impl << " row " << row;
+          for (int64_t d = 0; d < 512; ++d)
+            ASSERT_EQ(std::isnan(verify::get(p.out.view, row, h, d)), row == 1)
+                << impl << " row " << row << " value " << d;
+        }
+      }
+    }
+  }
+}
+
+TEST(MlaDecode, HugeQueriesStayFinite) {
+  // Known fault BL-33: absorbed queries up to 1e6. The softmax then picks one key.
+  for (const auto& [dtype, format] :
+       {std::pair{DType::kBf16, LatentFormat::kBf16}, {DType::kF32, LatentFormat::kF32}}) {
+    Problem p({.seq_lens = {300, 1}}, dtype, format, 3);
+    verify::fill_normal(p.q, Rng(4), 3e5);
+    const verify::Outputs want = verify::run(p.params, {.impl = "ref"});
+    const std::vector<float> wanted = want.floats("lse");
+    for (const std::string& impl : gannet_tests::taking(p.params)) {
+      const verify::Outputs got = verify::run(p.params, {.impl = impl});
+      for (const float x : got.floats("out")) ASSERT_TRUE(std::isfinite(x)) << impl;
+      const std::vector<float> lse = got.floats("lse");
+      for (size_t i = 0; i < lse.size(); ++i) EXPECT_NEAR(lse[i], wanted[i], 1e-5 * std::fabs(wanted[i])) << impl;
+    }
+  }
+}
+
+TEST(MlaDecode, RequestsMayShareTheirPages) {
+  // Known fault BL-18: more tokens between the requests than the pool has.
+  Problem p({.seq_lens = {100}, .q_len = 1, .page_size = 16}, DType::kBf16, LatentFormat::kBf16, 4);
+  for (const std::string& impl : gannet_tests::taking(p.params)) {
+    const verify::Outputs alone = verify::run(p.params, {.impl = impl});
+    MlaDecode many = p.params;
+    const Tensor rows = make_ints(std::vector<int32_t>(8, 0));
+    const Tensor lens = make_ints(std::vector<int32_t>(8, 100));
+    const Tensor out = make_tensor(DType::kF32, {8, 4, 512});
+    const Tensor lse = make_tensor(DType::kF32, {8, 4});
+    many.pages.row_indices = rows.view;
+    many.rows.seq_lens = lens.view;
+    many.q.shape[0] = 8;
+    many.q.stride[0] = 0;  // one query for all
+    many.out = out.view;
+    many.lse = lse.view;
+    const verify::Outputs all = verify::run(many, {.impl = impl});
+    const auto& part = alone.of("out");
+    for (size_t i = 0; i < 8; ++i)
+      EXPECT_EQ(std::memcmp(all.of("out").data() + i * part.size(), part.data(), part.size()), 0)
+          << impl << " request " << i;
+  }
+}
+
+TEST(MlaDecode, RowsBeyondTheTableSeeWhatItReaches) {
+  // Known fault BL-17: the last draft rows of a request near the end of its table.
+  verify::PagedSpec spec{.seq_lens = {190}, .q_len = 1};
+  spec.spare_columns = 0;
+  Problem whole(spec, DType::kBf16, LatentFormat::kBf16, 2);
+  MlaDecode p = whole.params;
+  const Tensor lens = make_ints({128});
+  const Tensor q = make_tensor(DType::kBf16, {4, 2, 576});
+  verify::fill_normal(q, Rng(4));
+  const Tensor out = make_tensor(DType::kF32, {4, 2, 512});
+  p.pages.pages.shape[1] = 2;  // 128 tokens
+  p.rows.seq_lens = lens.view;
+  p.rows.q_len = 4;
+  p.rows.bound = RowBound::kCausalFromFirst;
+  p.q = q.view;
+  p.out = out.view;
+  p.lse = {};
+  // Each row sees all 128 tokens and no more: what a uniform block of 128 says in so many words.
+  MlaDecode same = p;
+  same.rows.bound = RowBound::kUniformBlock;
+  std::vector<std::string> names = gannet_tests::taking(p);
+  names.push_back("ref");
+  for (const std::string& impl : names)
+    EXPECT_EQ(verify::run(p, {.impl = impl}), verify::run(same, {.impl = impl})) << impl;
+}
 
 }  // namespace
