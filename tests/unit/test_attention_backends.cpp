@@ -453,6 +453,25 @@ TEST_P(EveryImplementation, DsaAttendsToTheBest) {
   }
 }
 
+// A list length below the entries that are there cuts the list.
+TEST_P(EveryImplementation, DsaKeepsToTheLengthsOfTheLists) {
+  WorldOptions o = options(AttentionArch::kDsa);
+  o.topk = 64;
+  World w = mini_batch(o);
+  w.backend->prepare(w.step());
+  SparseResult s = select_and_attend(w, StepRows::kAll);
+  for (int64_t i = 0; i < w.num_rows(); ++i) *s.selection.lens.ptr<int32_t>(i) /= 2;
+  const Tensor q = w.q_absorbed();
+  w.backend->attend({.layer = 0,
+                     .rows = StepRows::kAll,
+                     .q = q.view,
+                     .write = AlreadyWritten{},
+                     .selection = s.selection,
+                     .out = s.result.out.view,
+                     .lse = s.result.lse.view});
+  w.expect_absorbed(s.result.out, s.result.lse, StepRows::kAll, [&](int64_t i) { return listed(s.selection, i); });
+}
+
 // ---- allocations --------------------------------------------------------------------------------------------------
 
 TEST_P(EveryImplementation, ARepeatedShapeAllocatesNothing) {
