@@ -200,6 +200,9 @@ void verify_mla_decode(Recorder& r) {
     const DecodeProblem base = make_decode(mixed, o);
     const Case c{"mla_decode", format.name(), "", "mixed lengths"};
     check_workers(r, c, base.params);
+    // Fewer rows than workers: keys are shared out instead.
+    const DecodeProblem one_row = make_decode({.seq_lens = {4200}}, o);
+    check_workers(r, c, one_row.params);
     {
       std::vector<MlaDecode> variants = {base.params};
       std::vector<DecodeProblem> keep;
@@ -380,6 +383,8 @@ void verify_sparse_attention(Recorder& r) {
     const SparseProblem base = make_sparse(mixed, o, list);
     const Case c{"sparse_attention", format.name(), "", "mixed lengths"};
     check_workers(r, c, base.params);
+    const SparseProblem one_row = make_sparse({.seq_lens = {2500}}, o, {.k = 2048});
+    check_workers(r, c, one_row.params);
     {
       std::vector<SparseAttention> variants = {base.params};
       std::vector<SparseProblem> keep;
@@ -558,6 +563,10 @@ void verify_ragged_prefill(Recorder& r) {
     const PrefillProblem base = make_prefill(q_lens, kv_lens, o);
     const Case c{"ragged_prefill", prefill_format(o), "requests alone", "mixed lengths"};
     check_workers(r, c, base.params);
+    PrefillOptions one_head = o;
+    one_head.heads = 1;
+    const PrefillProblem few = make_prefill({2}, {3000}, one_head);
+    check_workers(r, c, few.params);
     for_each_impl(r, c, base.params, [&](const std::string& impl) {
       const Outputs batch = run(base.params, {.impl = impl});
       const auto* cu_q = base.cu_q.view.ptr<int32_t>();

@@ -300,6 +300,8 @@ void verify_index_logits(Recorder& r) {
     const IndexLogits p = logits_of(base);
     const Case c{"index_logits", format.name(), "", "mixed lengths"};
     check_workers(r, c, p);
+    IndexerProblem one_row = make_indexer({.seq_lens = {5000}}, o);  // fewer rows than workers
+    check_workers(r, c, logits_of(one_row));
     std::vector<IndexLogits> variants = {p};
     std::vector<IndexerProblem> keep;
     for (const Poison poison : {Poison::kInf, Poison::kHuge, Poison::kZero}) {
@@ -415,6 +417,12 @@ void verify_topk(Recorder& r) {
   const TopKProblem s = make_topk(kScoreKinds[13], {5000, 100, 0, 3000, 2049, 20000, 2048, 1}, 2048, 9);
   const Case c{"topk", format, "20 runs", "duplicates"};
   check_workers(r, c, s.params);
+  for (const ScoreKind& kind : kScoreKinds) {  // fewer rows than workers: columns are shared out instead
+    const TopKProblem one = make_topk(kind, {131072}, 2048, 3);
+    check_workers(r, {"topk", format, "", kind.name}, one.params);
+    const TopKProblem two = make_topk(kind, {70000, 900}, 2048, 4);
+    check_workers(r, {"topk", format, "", kind.name}, two.params);
+  }
   check_same<TopK>(r, c, std::vector<TopK>(20, s.params), all_bytes);
   Case alone = c;
   alone.case_class = "rows alone";
@@ -489,6 +497,11 @@ void verify_index_select(Recorder& r) {
     const IndexSelect p = select_of(base, 200);
     const Case c{"index_select", format.name(), "", "mixed lengths"};
     check_workers(r, c, p);
+    IndexerProblem one_row = make_indexer({.seq_lens = {5000}}, o);
+    check_workers(r, c, select_of(one_row, 512));
+    IndexerProblem ties =
+        make_indexer({.seq_lens = {5000, 3000}, .q_len = 1}, {.format = format, .heads = 4, .integers = true});
+    check_workers(r, c, select_of(ties, 512));
     std::vector<IndexSelect> variants = {p};
     std::vector<IndexerProblem> keep;
     for (const Poison poison : {Poison::kInf, Poison::kHuge, Poison::kZero}) {
