@@ -15,18 +15,13 @@ std::string refuses(const Params&) {
   return {};
 }
 
-/// Absorbed attention reads fp32 and bf16 latent rows so far.
-inline std::string refuses_latent_format(LatentFormat format) {
-  if (format == LatentFormat::kF32 || format == LatentFormat::kBf16) return {};
-  return fmt::format("cache.format is {}; accepted: fp32 or bf16", to_string(format));
-}
-template <>
-inline std::string refuses(const MlaDecode& p) {
-  return refuses_latent_format(p.cache.format);
-}
 template <>
 inline std::string refuses(const SparseAttention& p) {
-  return refuses_latent_format(p.cache.format);
+  if (p.cache.format != LatentFormat::kE4m3PerToken) return {};
+  return fmt::format(
+      "cache.format is {}; accepted: fp32, bf16, e4m3 or packed656 (the dsa backend refuses a pool of "
+      "this format when it is bound)",
+      to_string(p.cache.format));
 }
 
 inline ImplementationSet make_set(const char* name, bool (*runs_here)(), const KernelTable& k) {

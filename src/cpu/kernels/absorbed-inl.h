@@ -17,7 +17,12 @@
 //   - V (the first R values of the rows) is read from the rows too: two keys are interleaved in registers on the way to
 //     the product, by shuffles that run beside the dot products. Columns come out in the order of the shuffle and are
 //     put right when the result is written.
-// fp32 needs no pairs. Rows of other element types are converted once a block of keys, for all lanes.
+// fp32 needs no pairs. Rows of other element types are converted once a block of keys, for all lanes:
+//   - every e4m3 value is a bf16 value, so codes are widened to bf16 without loss. The scale of a tensor multiplies
+//     scores and result, that of a token its scores and weights, in fp32;
+//   - the four scales of a packed row go into its values: an fp32 product, rounded to bf16 (nothing is lost where the
+//     scale is a power of two);
+//   - fp32 queries meet rows of fp32, where codes are exact and scales of a row are fp32 products.
 //
 // What was tried (one core of a Zen 4, 512-bit operations in two passes, 236 GFLOP/s of vdpbf16ps from registers and
 // L1; 128 and 16 heads, 1024 keys): V interleaved into a buffer 85 and 75 %, since at 16 heads the stores of the buffer
@@ -41,6 +46,7 @@
 
 #include "cpu/kernel_table.h"
 #include "cpu/kernels/math-inl.h"
+#include "cpu/kernels/row_codec-inl.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -70,6 +76,11 @@ constexpr float kInfinity = __builtin_inff();
 constexpr int64_t round_up(int64_t n, int64_t m) { return (n + m - 1) / m * m; }
 GANNET_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 GANNET_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+template <bool kTheValue>
+struct Constant {
+  static constexpr bool kValue = kTheValue;
+};
 
 /// Address of element [i0][i1][0] of a view.
 template <class T>
@@ -129,7 +140,8 @@ struct F32Path {
 struct Problem {
   TensorView q, out, lse;
   LatentFormat format;
-  int64_t row_bytes;
+  int64_t ahead_bytes;  // of a row, asked for while the block before is worked on
+  int64_t page_size;
   int64_t latent_dim, width;  // R, R + P
   int64_t out_stride;         // R rounded up to whole vectors: the stride of running sums
   int64_t num_heads;
@@ -141,12 +153,14 @@ struct Problem {
 // A worker's memory. Sizes for max_lanes lanes (L), blocks of B keys.
 struct Scratch {
   int64_t* packed_for;      // [2] the group whose q is packed: item, first lane
-  const std::byte** rows;   // [kSegmentKeys] addresses of the segment's cache rows
+  const std::byte** rows;   // [kSegmentKeys] addresses of the segment's cache rows (planar pages: of their latent part)
+  int32_t* offsets;         // [kSegmentKeys] where in their pages they lie; read for planar pages only
   const void** block_rows;  // [B + 1] the block's rows as cells
   void* q;                  // cells [sub-block][(R + P) / kPer][lanes of it]
   float* scores;            // [sub-block][B][lanes of it]
   void* weights;            // cells [sub-block][B / kPer][lanes of it]
-  void* converted;          // cells [B][converted_stride]: rows of a format that is not used as it lies
+  std::byte* converted;     // [B][converted_bytes]: rows of a format that is not used as it lies, as cells
+  float* key_scales;        // [B] of a block whose rows are cells but for a scale each
   const void* no_row;       // zeros, the partner of a last odd key
   float* limit;             // [L] keys of the segment that the lane sees
   float* rescale;           // [L]
@@ -250,16 +264,25 @@ void score_sub_block(const typename P::Cell* q, const void* const* rows, int num
 
 // For one vector of lanes: scores [num_keys][stride] to weights, and the running maximum, sum and rescale factor.
 // kMasked: the block has keys that some lane does not see; key t is visible iff first_key + t < limit[lane].
-template <class P, bool kMasked>
+// kScaled: row t is its cells times key_scales[t], so its score and its weight (not what z counts) are too.
+template <class P, bool kMasked, bool kScaled>
 GANNET_INLINE void softmax_vector(const float* scores, int64_t stride, int num_keys, int first_key, const float* limit,
-                                  float scale, bool fresh, typename P::Cell* weights, float* m, float* z,
-                                  float* rescale) {
+                                  const float* key_scales, float scale, bool fresh, typename P::Cell* weights, float* m,
+                                  float* z, float* rescale) {
   const F minus_infinity = set1(-kInfinity), factor = set1(scale);
   const F seen = kMasked ? loadu(limit) : zero();
   const auto score = [&](int t) __attribute__((always_inline)) {
     F s = loadu(scores + t * stride);
+    if constexpr (kScaled) s = mul(s, set1(key_scales[t]));
     if constexpr (kMasked) s = select_less(set1(static_cast<float>(first_key + t)), seen, s, minus_infinity);
     return s;
+  };
+  // The scale of a key that a lane does not see may be NaN, and the weight is 0 all the same.
+  const auto weight = [&](int t, F e) __attribute__((always_inline)) {
+    if constexpr (!kScaled) return e;
+    e = mul(e, set1(key_scales[t]));
+    if constexpr (kMasked) e = select_less(set1(static_cast<float>(first_key + t)), seen, e, zero());
+    return e;
   };
   F top0 = minus_infinity, top1 = minus_infinity;  // max gives its second operand where one is NaN: NaN never is a top
   int t = 0;
@@ -279,12 +302,12 @@ GANNET_INLINE void softmax_vector(const float* scores, int64_t stride, int num_k
     const F a = fast_exp2(fma(score(t), factor, minus_base));
     const F b = fast_exp2(fma(score(t + 1), factor, minus_base));
     sum = add(sum, add(a, b));
-    P::store_weights(weights + t / P::kPer * stride, stride, a, b);
+    P::store_weights(weights + t / P::kPer * stride, stride, weight(t, a), weight(t + 1, b));
   }
   if (t < num_keys) {
     const F a = fast_exp2(fma(score(t), factor, minus_base));
     sum = add(sum, a);
-    P::store_weights(weights + t / P::kPer * stride, stride, a, zero());
+    P::store_weights(weights + t / P::kPer * stride, stride, weight(t, a), zero());
   }
   storeu(rescale, shift);
   storeu(m, now);
@@ -383,39 +406,122 @@ bool rows_are_cells(const Problem& p) {
   else return p.format == LatentFormat::kF32 && p.out_stride <= p.width;
 }
 
-// Stride of converted rows in values: whole vectors, and an odd number of cache lines so that a column of many rows
-// does not fall into few sets of L1.
-GANNET_INLINE int64_t converted_stride(const Problem& p) {
-  return round_up(larger(p.width, p.out_stride), 16) / 16 % 2 == 0 ? round_up(larger(p.width, p.out_stride), 16) + 16
-                                                                   : round_up(larger(p.width, p.out_stride), 16);
+// Whether a converted row is its cells times a scale of its own.
+template <class P>
+constexpr bool rows_have_scales(const Problem& p) {
+  return P::kPaired && p.format == LatentFormat::kE4m3PerToken;
 }
 
-GANNET_INLINE void convert_row(const Problem& p, const std::byte* row, float* to) {
-  if (p.format == LatentFormat::kF32) {
-    std::memcpy(to, row, static_cast<size_t>(p.width) * sizeof(float));
-    return;
+// Bytes of a converted row: whole cache lines, and an odd number of them so that a column of many rows does not fall
+// into few sets of L1.
+template <class P>
+GANNET_INLINE int64_t converted_bytes(const Problem& p) {
+  constexpr int64_t kLine = 64;
+  const int64_t lines = round_up(larger(p.width, p.out_stride) * (P::kPaired ? 2 : 4), kLine) / kLine;
+  return (lines % 2 == 0 ? lines + 1 : lines) * kLine;
+}
+
+GANNET_INLINE float float_at(const std::byte* p) {
+  float x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+// to[0, n) = the e4m3 values at `from`, exactly.
+GANNET_INLINE void widen_codes(const std::byte* from, uint16_t* to, int64_t n) {
+  constexpr int64_t kStep = 32;  // of e4m3_to_bf16
+  const auto* codes = reinterpret_cast<const uint8_t*>(from);
+  const int64_t whole = n / kStep * kStep;
+  e4m3_to_bf16(codes, to, static_cast<int>(whole));
+  if (whole == n) return;
+  uint8_t rest[kStep] = {};
+  uint16_t wide[kStep];
+  std::memcpy(rest, codes + whole, static_cast<size_t>(n - whole));
+  e4m3_to_bf16(rest, wide, kStep);
+  std::memcpy(to + whole, wide, static_cast<size_t>(n - whole) * sizeof(uint16_t));
+}
+
+// The rotated values of a row of a planar page, whose latent ones are at `row`, and the scale of both.
+struct PerTokenParts {
+  const std::byte* rope;
+  float scale;
+};
+GANNET_INLINE PerTokenParts per_token_parts(const Problem& p, const std::byte* row, int64_t offset) {
+  const std::byte* scales = row + (p.page_size - offset) * p.latent_dim;
+  const int64_t rope_bytes = 2 * (p.width - p.latent_dim);
+  return {scales + p.page_size * 4 + offset * rope_bytes, float_at(scales + offset * 4)};
+}
+
+// A row as fp32, but for the scale of a tensor, which scores and result are multiplied by.
+GANNET_INLINE void convert_to_floats(const Problem& p, const std::byte* row, int64_t offset, float* to) {
+  const auto* codes = reinterpret_cast<const uint8_t*>(row);
+  const int64_t r = p.latent_dim, rope = p.width - r;
+  switch (p.format) {
+    case LatentFormat::kF32: return convert_row(row, DType::kF32, to, DType::kF32, p.width);
+    case LatentFormat::kBf16: return convert_row(row, DType::kBf16, to, DType::kF32, p.width);
+    case LatentFormat::kE4m3: return decode_row(codes, 1.0f, to, DType::kF32, p.width);
+    case LatentFormat::kPacked656: {
+      const int64_t groups = r / kPackedGroup;
+      for (int64_t g = 0; g < groups; ++g)
+        decode_row(codes + g * kPackedGroup, float_at(row + r + 4 * g), to + g * kPackedGroup, DType::kF32,
+                   kPackedGroup);
+      return convert_row(row + r + 4 * groups, DType::kBf16, to + r, DType::kF32, rope);
+    }
+    case LatentFormat::kE4m3PerToken: {
+      const PerTokenParts parts = per_token_parts(p, row, offset);
+      decode_row(codes, parts.scale, to, DType::kF32, r);
+      return multiply_row_bf16(parts.rope, parts.scale, to + r, DType::kF32, rope);
+    }
   }
-  int64_t c = 0;
-  for (; c + kLanes <= p.width; c += kLanes) storeu(to + c, load_bf16(reinterpret_cast<const uint16_t*>(row) + c));
-  for (; c < p.width; ++c) {
-    uint16_t half;
-    std::memcpy(&half, row + 2 * c, sizeof half);
-    const uint32_t word = static_cast<uint32_t>(half) << 16;
-    std::memcpy(to + c, &word, sizeof word);
+}
+
+// A row as bf16, but for the scale of a tensor and that of a token.
+GANNET_INLINE void convert_to_halves(const Problem& p, const std::byte* row, int64_t offset, uint16_t* to,
+                                     float* key_scale) {
+  const int64_t r = p.latent_dim;
+  const auto rope_bytes = static_cast<size_t>(p.width - r) * sizeof(uint16_t);
+  switch (p.format) {
+    case LatentFormat::kE4m3: return widen_codes(row, to, p.width);
+    case LatentFormat::kPacked656: {
+      const int64_t groups = r / kPackedGroup;
+      for (int64_t g = 0; g < groups; ++g) {
+        uint16_t* const part = to + g * kPackedGroup;
+        widen_codes(row + g * kPackedGroup, part, kPackedGroup);
+        const F scale = set1(float_at(row + r + 4 * g));
+        for (int64_t i = 0; i < kPackedGroup; i += kLanes) store_bf16(part + i, mul(load_bf16(part + i), scale));
+      }
+      std::memcpy(to + r, row + r + 4 * groups, rope_bytes);
+      return;
+    }
+    case LatentFormat::kE4m3PerToken: {
+      const PerTokenParts parts = per_token_parts(p, row, offset);
+      widen_codes(row, to, r);
+      std::memcpy(to + r, parts.rope, rope_bytes);
+      *key_scale = parts.scale;
+      return;
+    }
+    case LatentFormat::kF32:
+    case LatentFormat::kBf16: return;  // never with pairs, and used as it lies
   }
 }
 
 template <class P>
-void load_block(const Problem& p, const Scratch& s, const std::byte* const* rows, int num_keys) {
+void load_block(const Problem& p, const Scratch& s, const std::byte* const* rows, const int32_t* offsets,
+                int num_keys) {
   if (rows_are_cells<P>(p)) {
     for (int t = 0; t < num_keys; ++t) s.block_rows[t] = rows[t];
-  } else if constexpr (!P::kPaired) {
-    const int64_t stride = converted_stride(p);
-    for (int t = 0; t < num_keys; ++t) {
-      float* to = static_cast<float*>(s.converted) + t * stride;
-      convert_row(p, rows[t], to);
-      for (int64_t c = p.width; c < p.out_stride; ++c) to[c] = 0.0f;
-      s.block_rows[t] = to;
+    return;
+  }
+  const int64_t stride = converted_bytes<P>(p);
+  for (int t = 0; t < num_keys; ++t) {
+    std::byte* const to = s.converted + t * stride;
+    s.block_rows[t] = to;
+    if constexpr (P::kPaired) {
+      convert_to_halves(p, rows[t], offsets[t], reinterpret_cast<uint16_t*>(to), s.key_scales + t);
+    } else {
+      auto* const floats = reinterpret_cast<float*>(to);
+      convert_to_floats(p, rows[t], offsets[t], floats);
+      for (int64_t c = p.width; c < p.out_stride; ++c) floats[c] = 0.0f;
     }
   }
 }
@@ -492,9 +598,8 @@ void attend_segment(const Problem& p, const Scratch& s, const Run* runs, int num
   for (int b = 0; b < n; b += P::kBlockKeys) {
     const int num_keys = static_cast<int>(smaller(P::kBlockKeys, n - b));
     const bool fresh = b == 0, masked = runs[0].keys < b + num_keys;
-    load_block<P>(p, s, s.rows + b, num_keys);
-    const Ahead next{s.rows + b + num_keys, static_cast<int>(smaller(P::kBlockKeys, n - b - num_keys)),
-                     smaller(kAheadBytes, p.row_bytes)};
+    load_block<P>(p, s, s.rows + b, s.offsets + b, num_keys);
+    const Ahead next{s.rows + b + num_keys, static_cast<int>(smaller(P::kBlockKeys, n - b - num_keys)), p.ahead_bytes};
     const Ahead none{nullptr, 0, 0};
     for (int sub = 0; sub < padded; sub += kSubLanes) {
       const int lanes = static_cast<int>(smaller(kSubLanes, padded - sub));
@@ -504,12 +609,20 @@ void attend_segment(const Problem& p, const Scratch& s, const Run* runs, int num
                          sub == 0 ? next : none, scores);
       for (int l = 0; l < lanes; l += kLanes) {
         const int lane = sub + l;
-        if (masked)
-          softmax_vector<P, true>(scores + l, lanes, num_keys, b, s.limit + lane, p.score_scale, fresh, weights + l,
-                                  m + lane, z + lane, s.rescale + lane);
-        else
-          softmax_vector<P, false>(scores + l, lanes, num_keys, b, s.limit + lane, p.score_scale, fresh, weights + l,
-                                   m + lane, z + lane, s.rescale + lane);
+        const auto softmax = [&](auto is_masked, auto is_scaled) __attribute__((always_inline)) {
+          softmax_vector<P, is_masked.kValue, is_scaled.kValue>(scores + l, lanes, num_keys, b, s.limit + lane,
+                                                                s.key_scales, p.score_scale, fresh, weights + l,
+                                                                m + lane, z + lane, s.rescale + lane);
+        };
+        if constexpr (P::kPaired) {
+          if (rows_have_scales<P>(p)) {
+            if (masked) softmax(Constant<true>{}, Constant<true>{});
+            else softmax(Constant<false>{}, Constant<true>{});
+            continue;
+          }
+        }
+        if (masked) softmax(Constant<true>{}, Constant<false>{});
+        else softmax(Constant<false>{}, Constant<false>{});
       }
     }
     // Rows with the same number of visible keys go together, from the longest to the shortest: a key that they pair
@@ -647,20 +760,24 @@ void merge_lanes(const Problem& p, const Group& g, const MergeJob& job, float* p
 
 template <class P>
 struct Sizes {
-  int64_t rows, block_rows, q, scores, weights, converted, no_row, lane, o;
+  int64_t rows, offsets, block_rows, q, scores, weights, converted, key_scales, no_row, lane, o;
   explicit Sizes(const Problem& p) {
     const int64_t lanes = p.max_lanes;
     rows = round_up(kSegmentKeys * int64_t{sizeof(void*)}, 64);
+    offsets = round_up(kSegmentKeys * int64_t{sizeof(int32_t)}, 64);
     block_rows = round_up((P::kBlockKeys + 1) * int64_t{sizeof(void*)}, 64);
     q = round_up(lanes * (p.width / P::kPer) * 4, 64);
     scores = round_up(lanes * P::kBlockKeys * 4, 64);
     weights = round_up(lanes * P::kBlockKeys / P::kPer * 4, 64);
-    converted = rows_are_cells<P>(p) ? 0 : round_up(P::kBlockKeys * converted_stride(p) * 4, 64);
+    converted = rows_are_cells<P>(p) ? 0 : P::kBlockKeys * converted_bytes<P>(p);
+    key_scales = rows_have_scales<P>(p) ? round_up(P::kBlockKeys * int64_t{sizeof(float)}, 64) : 0;
     no_row = P::kPaired ? round_up(p.latent_dim * 2, 64) : 0;
     lane = round_up(lanes * 4, 64);
     o = round_up(lanes * p.out_stride * 4, 64);
   }
-  int64_t total() const { return 64 + rows + block_rows + q + scores + weights + converted + no_row + 4 * lane + o; }
+  int64_t total() const {
+    return 64 + rows + offsets + block_rows + q + scores + weights + converted + key_scales + no_row + 4 * lane + o;
+  }
 };
 
 template <class P>
@@ -674,11 +791,13 @@ Scratch scratch_at(const Problem& p, std::byte* at) {
   };
   s.packed_for = reinterpret_cast<int64_t*>(take(64));
   s.rows = reinterpret_cast<const std::byte**>(take(z.rows));
+  s.offsets = reinterpret_cast<int32_t*>(take(z.offsets));
   s.block_rows = reinterpret_cast<const void**>(take(z.block_rows));
   s.q = take(z.q);
   s.scores = reinterpret_cast<float*>(take(z.scores));
   s.weights = take(z.weights);
   s.converted = take(z.converted);
+  s.key_scales = reinterpret_cast<float*>(take(z.key_scales));
   s.no_row = take(z.no_row);
   s.limit = reinterpret_cast<float*>(take(z.lane));
   s.rescale = reinterpret_cast<float*>(take(z.lane));
@@ -708,7 +827,8 @@ size_t workspace_on(const Problem& p, int64_t max_segments, int num_workers) {
 //   int64_t num_items;
 //   Item item(i): has first_row and num_rows, the query rows
 //   int64_t num_keys(item, j): keys that row j sees (columns of its list), which do not fall from a row to the next
-//   int gather(item, segment, n, rows): addresses of the first n keys of the segment; returns how many there are
+//   int gather(item, segment, n, rows, offsets): addresses of the first n keys of the segment and, for rows of planar
+//     pages, where in the page they lie; returns how many there are
 //   static constexpr bool kList: entries may be dropped, so what gather returns counts for every lane
 template <class P, class Source>
 void run_on(const Problem& p, const Source& source, int64_t max_segments, const RunContext& ctx) {
@@ -759,7 +879,7 @@ void run_on(const Problem& p, const Source& source, int64_t max_segments, const 
       lane += lanes;
     }
     int n = runs[num_runs - 1].keys;
-    n = source.gather(item, u.segment, n, s.rows);
+    n = source.gather(item, u.segment, n, s.rows, s.offsets);
     if constexpr (Source::kList) runs[0].keys = n;
     const State state = u.partial < 0 ? State{s.m, s.z, s.o} : state_at(p, states, u.partial);
     attend_segment<P>(p, s, runs, num_runs, g.num_lanes, n, state.m, state.z, state.o);
@@ -824,21 +944,25 @@ GANNET_INLINE Problem make_problem(const TensorView& q, const TensorView& out, c
   p.out = out;
   p.lse = lse;
   p.format = cache.format;
-  p.row_bytes = latent_row_bytes(cache.format, cache.geometry);
+  const int64_t row_bytes = cache.format == LatentFormat::kE4m3PerToken
+                                ? cache.geometry.latent_dim
+                                : latent_row_bytes(cache.format, cache.geometry);
+  p.ahead_bytes = smaller(kAheadBytes, row_bytes);
+  p.page_size = cache.page_size;
   p.latent_dim = cache.geometry.latent_dim;
   p.width = int64_t{cache.geometry.latent_dim} + cache.geometry.rope_dim;
   p.out_stride = round_up(p.latent_dim, kLanes);
   p.num_heads = q.shape[1];
   p.max_lanes = static_cast<int>(round_up(smaller(lanes, kGroupLanes), kLanes));
-  p.score_scale = softmax_scale * kLog2E;
-  p.out_scale = 1.0f;
+  p.out_scale = cache.format == LatentFormat::kE4m3 ? cache.scale : 1.0f;
+  p.score_scale = softmax_scale * p.out_scale * kLog2E;
   return p;
 }
 
-// Pairs of bf16 where both sides are bf16 and the widths are whole pairs of vectors; else fp32. A matter of types and
-// widths alone, so that it is the same for every batch.
+// Pairs of bf16 where both sides are bf16 or narrower and the widths are whole pairs of vectors; else fp32. A matter of
+// types and widths alone, so that it is the same for every batch.
 GANNET_INLINE bool takes_pairs(const Problem& p) {
-  return kFastDot2 && p.q.dtype == DType::kBf16 && p.format == LatentFormat::kBf16 && p.width % 2 == 0 &&
+  return kFastDot2 && p.q.dtype == DType::kBf16 && p.format != LatentFormat::kF32 && p.width % 2 == 0 &&
          p.latent_dim % (2 * kLanes) == 0;
 }
 

@@ -12,7 +12,6 @@ namespace cpu {
 namespace GANNET_ISA {
 namespace {
 
-constexpr int64_t kPackedGroup = 128;             // latent values that share a scale in a packed row
 constexpr float kPackedScaleFloor = 1e-4f;        // spec 3.10: the scale is 2^ceil(log2(max(amax / 448, 1e-4)))
 constexpr float kPerTokenMagnitudeFloor = 1e-26f;  // spec 4.1: the scale is max(amax, 1e-26) / 448
 constexpr float kE4m3Max = 448.0f;
@@ -63,13 +62,6 @@ GANNET_INLINE void divide_row_bf16(const void* in, DType in_dtype, std::byte* ou
   const F s = set1(scale);
   for (int64_t i = 0; i < n; i += kLanes)
     store_values(out, DType::kBf16, i, div(load_values(in, in_dtype, i, lanes_from(i, n)), s), lanes_from(i, n));
-}
-
-/// out[0, n) = bf16 in[0, n) * scale.
-GANNET_INLINE void multiply_row_bf16(const std::byte* in, float scale, void* out, DType out_dtype, int64_t n) {
-  const F s = set1(scale);
-  for (int64_t i = 0; i < n; i += kLanes)
-    store_values(out, out_dtype, i, mul(load_values(in, DType::kBf16, i, lanes_from(i, n)), s), lanes_from(i, n));
 }
 
 GANNET_INLINE const std::byte* value_at(const std::byte* row, DType dtype, int64_t i) {

@@ -16,22 +16,27 @@ struct PagedKeys {
   using Item = RequestRows;
   static constexpr bool kList = false;
   const MlaDecode& p;
-  int64_t row_bytes;
+  int64_t row_bytes;  // from a row to the next; of planar pages, from its latent part
   int64_t num_items;  // requests
 
   explicit PagedKeys(const MlaDecode& params)
       : p(params),
-        row_bytes(latent_row_bytes(params.cache.format, params.cache.geometry)),
+        row_bytes(params.cache.format == LatentFormat::kE4m3PerToken
+                      ? params.cache.geometry.latent_dim
+                      : latent_row_bytes(params.cache.format, params.cache.geometry)),
         num_items(params.rows.seq_lens.shape[0]) {}
 
   Item item(int64_t i) const { return request_rows(p.pages, p.rows, p.cache.page_size, p.q.shape[0], i); }
   int64_t num_keys(const Item& r, int64_t j) const { return visible_keys(r, p.rows.bound, j); }
-  int gather(const Item& r, int32_t segment, int n, const std::byte** rows) const {
+  int gather(const Item& r, int32_t segment, int n, const std::byte** rows, int32_t* offsets) const {
     const int64_t first = int64_t{segment} * kSegmentKeys;
     int64_t page = first / p.cache.page_size, offset = first % p.cache.page_size;
     for (int t = 0; t < n; ++page, offset = 0) {
       const std::byte* at = static_cast<const std::byte*>(p.cache.data) + r.pages[page] * p.cache.page_stride_bytes;
-      for (; t < n && offset < p.cache.page_size; ++t, ++offset) rows[t] = at + offset * row_bytes;
+      for (; t < n && offset < p.cache.page_size; ++t, ++offset) {
+        rows[t] = at + offset * row_bytes;
+        offsets[t] = static_cast<int32_t>(offset);
+      }
     }
     return n;
   }

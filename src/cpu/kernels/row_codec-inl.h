@@ -10,7 +10,8 @@ namespace cpu {
 namespace GANNET_ISA {
 namespace {
 
-constexpr int64_t kRowsPerTask = 64;  // of some 1 KiB each: 10 us or more, against a few us for a fork and join
+constexpr int64_t kPackedGroup = 128;  // latent values that share a scale in a packed row
+constexpr int64_t kRowsPerTask = 64;   // of some 1 KiB each: 10 us or more, against a few us for a fork and join
 
 /// Values i .. i + n of a row, n <= kLanes; lanes from n on are 0.
 GANNET_INLINE F load_values(const void* row, DType dtype, int64_t i, int n) {
@@ -78,6 +79,13 @@ GANNET_INLINE void decode_row(const uint8_t* in, float scale, void* out, DType o
   const F s = set1(scale);
   for (int64_t i = 0; i < n; i += kLanes)
     store_values(out, out_dtype, i, mul(load_codes(in, i, lanes_from(i, n)), s), lanes_from(i, n));
+}
+
+/// out[0, n) = bf16 in[0, n) * scale.
+GANNET_INLINE void multiply_row_bf16(const std::byte* in, float scale, void* out, DType out_dtype, int64_t n) {
+  const F s = set1(scale);
+  for (int64_t i = 0; i < n; i += kLanes)
+    store_values(out, out_dtype, i, mul(load_values(in, DType::kBf16, i, lanes_from(i, n)), s), lanes_from(i, n));
 }
 
 GANNET_INLINE void zero_row(void* out, DType dtype, int64_t n) {

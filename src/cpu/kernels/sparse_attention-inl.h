@@ -35,8 +35,8 @@ struct ListedKeys {
     return larger(0,
                   smaller(columns, static_cast<const int32_t*>(p.topk_lens.data)[r.first_row * p.topk_lens.stride[0]]));
   }
-  // Entries outside the pool may stand anywhere; the others keep their order.
-  int gather(const Item& r, int32_t segment, int n, const std::byte** rows) const {
+  // Entries outside the pool may stand anywhere; the others keep their order. Planar pages are refused (cpu_set.h).
+  int gather(const Item& r, int32_t segment, int n, const std::byte** rows, int32_t*) const {
     const int32_t* slots = static_cast<const int32_t*>(p.topk_slots.data) + r.first_row * p.topk_slots.stride[0] +
                            int64_t{segment} * kSegmentKeys;
     const auto* base = static_cast<const std::byte*>(p.cache.data);
