@@ -44,6 +44,7 @@ void add_cache_options(CLI::App& command, CacheOptions& options) {
   command.add_option("--kv-dtype", options.kv_dtype, "Latent cache: fp32 or bf16")->capture_default_str();
   command.add_option("--index-dtype", options.index_dtype, "Index-key cache of sparse models: fp32, bf16 or fp8")
       ->capture_default_str();
+  add_query_option(command, options.query_dtype);
   command
       .add_option("--page-size", options.page_size, "Tokens of a page: 32 or 64 for dense models, 64 for sparse ones")
       ->capture_default_str();
@@ -60,6 +61,24 @@ IndexKFormat index_format(const std::string& name) {
   if (name == "bf16") return IndexKFormat::kBf16;
   if (name == "fp8") return IndexKFormat::kE4m3;
   refuse("--index-dtype", name, "fp32, bf16, fp8");
+}
+
+QueryPrecision query_precision(const std::string& name, LatentFormat latent, bool sparse) {
+  // Measured on tiny-dsv32 with bf16 latents and fp8 index keys: bf16 queries move the mean NLL by at most 0.01 % more
+  // and prefill 1.5 times as fast. In dense models they would round the expanded keys and values too: v3-fp8 moved
+  // by 1.4 %.
+  if (name == "auto") return sparse && latent != LatentFormat::kF32 ? QueryPrecision::kBf16 : QueryPrecision::kF32;
+  if (name == "fp32") return QueryPrecision::kF32;
+  if (name == "bf16") return QueryPrecision::kBf16;
+  refuse("--query-dtype", name, "auto, fp32, bf16");
+}
+
+void add_query_option(CLI::App& command, std::string& query_dtype) {
+  command
+      .add_option(
+          "--query-dtype", query_dtype,
+          "Queries as attention reads them: fp32, bf16, or auto: bf16 in sparse models unless the latent cache is fp32")
+      ->capture_default_str();
 }
 
 void warn_unknown_tensors(const Decoder& decoder) {

@@ -45,12 +45,16 @@ struct Machine {
 struct CacheOptions {
   std::string kv_dtype = "bf16";
   std::string index_dtype = "fp8";
+  std::string query_dtype = "auto";
   int32_t page_size = 64;
 };
-/// --kv-dtype, --index-dtype and --page-size.
+/// --kv-dtype, --index-dtype, --query-dtype and --page-size.
 void add_cache_options(CLI::App& command, CacheOptions& options);
 LatentFormat latent_format(const std::string& name);
 IndexKFormat index_format(const std::string& name);
+QueryPrecision query_precision(const std::string& name, LatentFormat latent, bool sparse);
+/// --query-dtype alone.
+void add_query_option(CLI::App& command, std::string& query_dtype);
 
 /// Writes a warning for each tensor that the model does not know (up to a few).
 void warn_unknown_tensors(const Decoder& decoder);

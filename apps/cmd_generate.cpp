@@ -19,6 +19,8 @@
 namespace gannet::cli {
 namespace {
 
+constexpr int64_t kMost = 1'000'000'000;  // of tokens and pages: above every context, far from overflow
+
 struct GenerateOptions {
   std::string model;
   std::optional<std::string> prompt, prompt_file, ids, tokenizer;
@@ -51,9 +53,12 @@ int64_t default_chunk(const ModelConfig& c) {
 }
 
 std::string read_all(std::istream& in, const std::string& name) {
-  std::string text((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
-  if (in.bad()) throw Error(ErrorCode::kCorruptFile, fmt::format("{}: cannot be read", name));
-  return text;
+  try {
+    in.exceptions(std::ios::badbit);
+    return std::string((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
+  } catch (const std::ios_base::failure& e) {  // a directory, a device that fails
+    throw Error(ErrorCode::kCorruptFile, fmt::format("{}: cannot be read: {}", name, e.what()));
+  }
 }
 
 std::vector<int32_t> parse_ids(const std::string& text) {
@@ -114,9 +119,6 @@ std::string implementations_text(Decoder& decoder) {
 void run_generate(const GenerateOptions& o) {
   if (int{o.prompt.has_value()} + int{o.prompt_file.has_value()} + int{o.ids.has_value()} > 1)
     throw Error(ErrorCode::kInvalidArgument, "--prompt, --prompt-file and --ids exclude each other");
-  if (o.max_new_tokens < 0) refuse("--max-new-tokens", std::to_string(o.max_new_tokens), "0 and more");
-  if (o.chunk < 0) refuse("--chunk", std::to_string(o.chunk), "1 and more; 0: chosen by the model's size");
-  if (o.pages < 0) refuse("--pages", std::to_string(o.pages), "1 and more; 0: as many as the request needs");
   const LatentFormat latent = latent_format(o.cache.kv_dtype);
   const IndexKFormat index = index_format(o.cache.index_dtype);
   if (o.cache.page_size < 1) refuse("--page-size", std::to_string(o.cache.page_size), "32, 64");
@@ -180,6 +182,7 @@ void run_generate(const GenerateOptions& o) {
                    .index_format = index,
                    .page_size = o.cache.page_size,
                    .num_pages = pages + 1,  // page 0 is nobody's
+                   .query = query_precision(o.cache.query_dtype, latent, config.is_dsa()),
                    .invariant = o.invariant});
   warn_unknown_tensors(decoder);
   catch_interrupts();
@@ -307,13 +310,17 @@ void add_generate_command(CLI::App& app) {
   c.add_option("--tokenizer", o.tokenizer, "tokenizer.json to use instead of the model's");
   c.add_flag("--ignore-eos", o.ignore_eos, "Go on after an end-of-sequence token");
   c.add_flag("--invariant", o.invariant, "The same bits whatever the chunk, page order, threads and batch; slower");
-  c.add_option("--max-new-tokens", o.max_new_tokens, "Tokens to generate at most")->capture_default_str();
+  c.add_option("--max-new-tokens", o.max_new_tokens, "Tokens to generate at most")
+      ->check(CLI::Range(int64_t{0}, kMost))
+      ->capture_default_str();
   c.add_option("--temperature", o.temperature, "0: the most likely token; default: generation_config.json");
   c.add_option("--top-p", o.top_p, "Sample from the likeliest tokens that reach this probability");
   c.add_option("--seed", o.seed, "Of the random numbers")->capture_default_str();
   c.add_option("--chunk", o.chunk, "Prompt tokens of one prefill step; 0: chosen by the model's size")
+      ->check(CLI::Range(int64_t{0}, kMost))
       ->capture_default_str();
   c.add_option("--pages", o.pages, "Pages of the KV pool; 0: as many as prompt and new tokens need")
+      ->check(CLI::Range(int64_t{0}, kMost))
       ->capture_default_str();
   c.add_option("--backend", o.backend, "Attention backend; default: that of the architecture");
   c.add_flag("--json", o.json, "Print one JSON object at the end instead of text and table");

@@ -26,13 +26,14 @@ int main(int argc, char** argv) {
   using namespace gannet;
   CLI::App app("Attention of DeepSeek-style models: run, inspect, verify and measure.", "gannet");
   app.set_version_flag("--version", std::string("gannet ") + version());
-  app.require_subcommand(1);
   add_bench_command(app);
   add_generate_command(app);
   add_info_command(app);
   add_verify_command(app);
   try {
     app.parse(argc, argv);
+    // Not CLI11's own check, which hides an unknown name behind "a subcommand is required".
+    if (app.get_subcommands().empty()) throw CLI::RequiredError("A subcommand");
     return 0;
   } catch (const cli::Exit& e) {
     return e.code;

@@ -37,6 +37,7 @@ std::vector<GoldenPrompt> load_golden(const std::string& directory, const ModelC
 /// routing or a selection is tied within fp32 rounding.
 struct GoldenCriteria {
   double top1_gap = 0.01;                     ///< the same first token wherever the golden first two differ by more
+  double top1_departures = 0.0;               ///< share of those rows that may differ all the same
   double nll_relative = 1e-4;                 ///< of the mean NLL
   double nll_relative_short = 1e-4;           ///< the same for prompts below kShortPrompt tokens
   std::optional<double> logprob_most = 1e-3;  ///< |difference| of the golden top 8 at 99 % of the positions
@@ -50,15 +51,25 @@ struct GoldenCriteria {
   static constexpr int64_t kShortPrompt = 100;
   /// fp32 caches and activations.
   static GoldenCriteria exact() { return {}; }
-  /// Caches in bf16 or fp8.
+  /// Caches in bf16 or fp8, a trained model.
   static GoldenCriteria narrow() {
-    return {.top1_gap = 0.2,
-            .nll_relative = 2e-3,
-            .nll_relative_short = 5e-3,
-            .logprob_most = {},
-            .logprob_rest = {},
-            .continuations = false,
-            .selection_tie = {}};
+    GoldenCriteria c;
+    c.top1_gap = 0.2;
+    c.nll_relative = 2e-3;
+    c.nll_relative_short = 5e-3;
+    c.logprob_most = c.logprob_rest = c.selection_tie = std::nullopt;
+    c.continuations = false;
+    return c;
+  }
+  /// The same for random weights. Their experts answer at random, so that a routing or a selection that rounding tips
+  /// changes a row altogether: bf16 latents alone move log-probabilities by 2, fp8 index keys the first token of 30 %
+  /// of the rows of the 64-key selections. What is left to hold is that most rows agree, and the mean over a prompt.
+  static GoldenCriteria narrow_random() {
+    GoldenCriteria c = narrow();
+    c.top1_departures = 0.5;
+    c.nll_relative = 5e-3;
+    c.nll_relative_short = 5e-2;  // one row of six moved by 2.4
+    return c;
   }
 };
 

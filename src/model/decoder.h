@@ -100,6 +100,9 @@ class Decoder {
   const DecoderStats& stats() const noexcept { return stats_; }
   AttentionBackend& backend() noexcept { return *backend_; }
   const Projector& projector() const noexcept { return projector_; }
+  /// The caches, for whoever moves or inspects pages.
+  LatentCacheView latent_cache(int32_t layer) const { return latent_pool_->layer(layer); }
+  IndexCacheView index_cache(int32_t layer) const { return index_pool_->layer(layer); }  ///< layers with an indexer
   /// Tensors of the checkpoint that belong to no layer of this model and to no MTP layer: to be reported.
   const std::vector<std::string>& unknown_tensors() const noexcept { return unknown_; }
 

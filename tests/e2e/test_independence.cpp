@@ -74,6 +74,7 @@ TEST_P(Independence, BitwiseInTheInvariantMode) {
     RunSetup base{.checkpoint = GetParam()};
     base.decoder.impl = impl;
     base.decoder.invariant = true;
+    base.decoder.query = QueryPrecision::kBf16;
     base.engine.chunk = 1 << 20;
     const RunResult whole = run(base, request);
     for (const Variant& v : variants(base)) {
