@@ -332,10 +332,10 @@ Problem sparse_attention(const Grid& grid, int heads, int keys, int q_len) {
                 flops, bytes, grid.dtype == DType::kF32 || grid.latent_format == LatentFormat::kF32);
 }
 
-/// index_logits and index_select have these in common.
+/// index_logits and index_select have these in common. Rows that see at most `unscored` keys need no scores.
 template <class Params>
 Problem indexer(const Grid& grid, int heads, int keys, int q_len, Params p, std::shared_ptr<Storage> s,
-                double extra_bytes) {
+                double extra_bytes, int unscored) {
   const int64_t rows = int64_t{grid.batch} * q_len;
   const Paged pages = make_pages(*s, grid, keys);
   p.q = s->normal(grid.dtype, {rows, heads, kIndexHeadDim});
@@ -351,10 +351,14 @@ Problem indexer(const Grid& grid, int heads, int keys, int q_len, Params p, std:
     copies.push_back(p);
   }
   double pairs = 0.0;
-  for (int j = 0; j < q_len; ++j) pairs += static_cast<double>(row_bound(p.rows.bound, keys, q_len, j));
+  for (int j = 0; j < q_len; ++j) {
+    const int64_t seen = row_bound(p.rows.bound, keys, q_len, j);
+    if (seen > unscored) pairs += static_cast<double>(seen);
+  }
   const double flops = 2.0 * grid.batch * pairs * heads * kIndexHeadDim;
-  const double bytes =
-      cache_bytes + static_cast<double>(rows) * heads * (kIndexHeadDim * dtype_bytes(grid.dtype) + 4.0) + extra_bytes;
+  const double bytes = (pairs > 0.0 ? cache_bytes : 0.0) +
+                       static_cast<double>(rows) * heads * (kIndexHeadDim * dtype_bytes(grid.dtype) + 4.0) +
+                       extra_bytes;
   return finish(std::move(copies), s,
                 fmt::format("Hi={} n={} B={} S={} q={} k={}", heads, keys, grid.batch, q_len, row_word(grid.dtype),
                             to_string(grid.index_format)),
@@ -374,7 +378,7 @@ Problem index_logits(const Grid& grid, int heads, int keys, int q_len) {
   const int64_t rows = int64_t{grid.batch} * q_len;
   IndexLogits p;
   p.logits = s->zeros(DType::kF32, {rows, keys});
-  return indexer(grid, heads, keys, q_len, p, s, static_cast<double>(rows) * keys * sizeof(float));
+  return indexer(grid, heads, keys, q_len, p, s, static_cast<double>(rows) * keys * sizeof(float), 0);
 }
 
 Problem index_select(const Grid& grid, int heads, int keys, int q_len) {
@@ -384,7 +388,7 @@ Problem index_select(const Grid& grid, int heads, int keys, int q_len) {
   p.max_seq_len = keys;
   p.topk_slots = s->zeros(DType::kI32, {rows, grid.topk});
   p.topk_lens = s->zeros(DType::kI32, {rows});
-  return indexer(grid, heads, keys, q_len, p, s, static_cast<double>(rows) * grid.topk * sizeof(int32_t));
+  return indexer(grid, heads, keys, q_len, p, s, static_cast<double>(rows) * grid.topk * sizeof(int32_t), grid.topk);
 }
 
 Problem topk(const Grid& grid, int keys, int rows) {
