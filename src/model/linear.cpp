@@ -167,7 +167,7 @@ void Projector::run(std::span<const Product> products) {
         const float* wide = widen_panel(first_k, num_k);
         const dnnl_status_t status =
             dnnl_sgemm('N', transposed ? 'T' : 'N', t.rows, t.cols, num_k, 1.0f, x + first_k, p.x_stride, wide,
-                       transposed ? num_k : t.cols, first_k == 0 ? 0.0f : 1.0f, y, p.y_stride);
+                       wide_stride(num_k), first_k == 0 ? 0.0f : 1.0f, y, p.y_stride);
         if (status != dnnl_success)
           fail(ErrorCode::kDevice, "Projector", "dnnl_sgemm returned status {}", static_cast<int>(status));
       }
