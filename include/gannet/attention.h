@@ -85,8 +85,8 @@ struct LayerCaches {
 
 /// This step's rows of one layer, for the rows of the call; each written to the step's slots.
 struct KvRows {
-  TensorView latent;   ///< fp32 or bf16 [rows, R], the normalised kv_a
-  TensorView rope;     ///< same dtype [rows, P], the rotated k_pe
+  TensorView latent;        ///< fp32 or bf16 [rows, R], the normalised kv_a
+  TensorView rope;          ///< same dtype [rows, P], the rotated k_pe
   TensorView index_k = {};  ///< fp32 or bf16 [rows, Di]; only for a layer with an index cache
 };
 
@@ -174,6 +174,32 @@ struct PrefixPassCall {
   TensorView lse;     ///< in/out fp32 [rows, H], natural logarithm
 };
 
+// ---- layer hooks --------------------------------------------------------------------------------------------------
+
+/// What became of a layer's rows in a prefill step.
+enum class LayerRecord : uint8_t {
+  kWritten,    ///< the rows of all extend requests are in the caches, latent and index keys alike
+  kAbandoned,  ///< the step has ended without them
+};
+GANNET_API const char* to_string(LayerRecord r) noexcept;
+
+/// What a backend calls around the rows of a layer, on the thread that called the backend, until they are replaced or
+/// the backend is gone. Either may be empty.
+struct LayerHooks {
+  /// For whoever ships a layer as soon as it is written (spec 1.8): exactly one record a layer a prefill step (extend
+  /// or mixed), on every path, and none of other steps. kWritten comes after the last row of the extend requests, from
+  /// the first call that writes them or finds them written (AlreadyWritten), before anything is attended: an attention
+  /// that throws does not take it back, and calls that follow do not repeat it. Layers without a record when the step
+  /// ends - by prepare, refresh, advance, bind, set_layer_hooks or destruction - are kAbandoned, so that nobody waits
+  /// for ever: after an error an engine ends the step, for example by preparing an idle one. An exception from a
+  /// kWritten record passes to the caller; one from a kAbandoned record is dropped.
+  std::function<void(int32_t layer, LayerRecord record)> record = {};
+  /// For rows that are still being brought in: called before the backend touches the bytes of a layer's caches, of
+  /// either kind, for every call that reads or writes them (a page that comes in whole would undo a write), so perhaps
+  /// several times a layer. Returns once they are there, or throws, and then nothing has been touched.
+  std::function<void(int32_t layer)> wait = {};
+};
+
 // ---- backends -----------------------------------------------------------------------------------------------------
 
 class GANNET_API AttentionBackend {
@@ -187,6 +213,9 @@ class GANNET_API AttentionBackend {
   /// The caches of layers 0, 1, ...; replaces earlier ones and ends the current step. Checks format, geometry, page
   /// size, and that layers agree.
   virtual void bind(std::span<const LayerCaches> layers) = 0;
+
+  /// Replaces the hooks and ends the current step.
+  virtual void set_layer_hooks(LayerHooks hooks) = 0;
 
   /// Plans a step; the arrays of `step` may be freed afterwards. A step without requests is idle: calls other than
   /// prepare are errors until the next one. So they are after an error here.

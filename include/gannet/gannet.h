@@ -9,6 +9,7 @@
 #include "gannet/executor.h"
 #include "gannet/kv_cache.h"
 #include "gannet/kv_pool.h"
+#include "gannet/layer_gate.h"
 #include "gannet/memory.h"
 #include "gannet/op_plan.h"
 #include "gannet/ops.h"

@@ -74,6 +74,8 @@ BackendCore::BackendCore(std::string name, AttentionCapabilities capabilities, c
   }
 }
 
+BackendCore::~BackendCore() { end_step(); }
+
 void BackendCore::bind(std::span<const LayerCaches> layers) {
   constexpr const char* kCall = "bind";
   if (layers.empty()) refuse(kCall, "no layers are given; accepted: 1 and more");
@@ -125,8 +127,36 @@ void BackendCore::bind(std::span<const LayerCaches> layers) {
   }
   for (const LayerCaches& l : layers)  // they agree: the first one of a kind speaks for all
     if (&l == &layers[0] || (l.index && &*l.index == first_index)) probe(l);
+  end_step();
   layers_.assign(layers.begin(), layers.end());
+  has_record_.assign(layers.size(), 0);
   state_ = State::kBound;
+}
+
+void BackendCore::set_layer_hooks(LayerHooks hooks) {
+  end_step();
+  hooks_ = std::move(hooks);
+  if (state_ != State::kUnbound) state_ = State::kBound;
+}
+
+void BackendCore::record_written(int32_t layer, StepRows part) {
+  if (!recording_ || part == StepRows::kDecode) return;
+  uint8_t& has_record = has_record_[static_cast<size_t>(layer)];
+  if (has_record != 0) return;
+  has_record = 1;  // first: a record that throws has been made
+  hooks_.record(layer, LayerRecord::kWritten);
+}
+
+void BackendCore::end_step() noexcept {
+  if (!recording_) return;
+  recording_ = false;
+  for (size_t l = 0; l < has_record_.size(); ++l) {
+    if (has_record_[l] != 0) continue;
+    try {
+      hooks_.record(static_cast<int32_t>(l), LayerRecord::kAbandoned);
+    } catch (...) {  // comes from destructors too
+    }
+  }
 }
 
 void BackendCore::probe(const LayerCaches& caches) const {
@@ -183,12 +213,15 @@ void BackendCore::probe(const LayerCaches& caches) const {
 
 void BackendCore::prepare(const BatchStep& step) {
   if (state_ == State::kUnbound) refuse("prepare", "no caches are bound; call bind first");
+  end_step();
   state_ = State::kBound;  // where this throws, the step before is over all the same
   step_.assign(step, {.page_size = config_.page_size,
                       .num_pages = layers_[0].latent.num_pages,
                       .max_context_len = config_.max_context_len,
                       .prefix_chunk_capacity = config_.prefix_chunk_capacity});
   state_ = is_idle(step_.mode()) ? State::kIdle : State::kActive;
+  recording_ = hooks_.record && is_extend_or_mixed(step_.mode());
+  std::fill(has_record_.begin(), has_record_.end(), uint8_t{0});
 }
 
 const StepPlan& BackendCore::step(const char* call) const {
@@ -206,6 +239,11 @@ const StepPlan& BackendCore::active_step(const char* call) const {
 const LayerCaches& BackendCore::layer(const char* call, int32_t layer) const {
   if (layer < 0 || static_cast<size_t>(layer) >= layers_.size())
     refuse(call, "layer is {}; accepted: 0 to {}", layer, static_cast<int64_t>(layers_.size()) - 1);
+  return layers_[static_cast<size_t>(layer)];
+}
+
+const LayerCaches& BackendCore::open_layer(int32_t layer) const {
+  if (hooks_.wait) hooks_.wait(layer);
   return layers_[static_cast<size_t>(layer)];
 }
 
@@ -263,7 +301,7 @@ void BackendCore::write(const char* call, int32_t l, StepRows part, const KvRows
   const LayerCaches& caches = layer(call, l);
   const Range range = plan.rows(part);
   const int64_t rows = range.size();
-  if (rows == 0) return;
+  if (rows == 0) return record_written(l, part);
   check_float(call, "latent", kv.latent, {rows, config_.geometry.latent_dim});
   check_float(call, "rope", kv.rope, {rows, config_.geometry.rope_dim});
   if (caches.index) {
@@ -274,14 +312,16 @@ void BackendCore::write(const char* call, int32_t l, StepRows part, const KvRows
     refuse(call, "index_k is {}; layer {} has no index cache", describe(kv.index_k), l);
   }
   const TensorView slots = view(plan.write_slots().data() + range.begin, {rows});
+  open_layer(l);
   run(LatentWrite{.latent = kv.latent, .rope = kv.rope, .slots = slots, .cache = caches.latent});
   if (caches.index) run(IndexKWrite{.k = kv.index_k, .slots = slots, .cache = *caches.index});
+  record_written(l, part);
 }
 
 void BackendCore::apply(const char* call, int32_t l, StepRows part, const StepWrite& w) {
   if (const KvRows* rows = std::get_if<KvRows>(&w)) write(call, l, part, *rows);
-  else if (!std::holds_alternative<AlreadyWritten>(w))
-    refuse(call, "write is not given; accepted: AlreadyWritten, or the KvRows to write first");
+  else if (std::holds_alternative<AlreadyWritten>(w)) record_written(l, part);
+  else refuse(call, "write is not given; accepted: AlreadyWritten, or the KvRows to write first");
 }
 
 bool BackendCore::begin_attend(const AttendCall& call) {

@@ -26,7 +26,12 @@ class BackendCore {
   const AttentionCapabilities& capabilities() const noexcept { return capabilities_; }
   MemoryResource& memory() const noexcept { return memory_; }
 
+  ~BackendCore();
+  BackendCore(const BackendCore&) = delete;
+  BackendCore& operator=(const BackendCore&) = delete;
+
   void bind(std::span<const LayerCaches> layers);
+  void set_layer_hooks(LayerHooks hooks);
   void prepare(const BatchStep& step);
   void write(const char* call, int32_t layer, StepRows part, const KvRows& kv);
   /// Does what `write` says; throws where it says nothing.
@@ -46,7 +51,10 @@ class BackendCore {
   const StepPlan& step(const char* call) const;
   /// The plan of a step with requests; throws where there is none.
   const StepPlan& active_step(const char* call) const;
+  /// The form of a layer's caches, for checks. Who touches their bytes asks open_layer.
   const LayerCaches& layer(const char* call, int32_t layer) const;
+  /// The caches of a layer that layer() has checked, once their rows are there (LayerHooks::wait).
+  const LayerCaches& open_layer(int32_t layer) const;
   /// kAll as the one part that the step has; throws where one launch cannot hold both.
   StepRows effective(const char* call, StepRows part) const;
   QueryRows query_rows(StepRows part) const;
@@ -78,6 +86,10 @@ class BackendCore {
   /// Throws unless an implementation takes these caches, so that a pool is refused when it is bound rather than by the
   /// first layer of the first step.
   void probe(const LayerCaches& caches) const;
+  /// A call has written these rows, or says that they are written.
+  void record_written(int32_t layer, StepRows part);
+  /// Abandons what has no record.
+  void end_step() noexcept;
 
   std::string name_;
   AttentionCapabilities capabilities_;
@@ -85,6 +97,9 @@ class BackendCore {
   AttentionConfig config_;
   MemoryResource& memory_;
   std::vector<LayerCaches> layers_;
+  LayerHooks hooks_;
+  bool recording_ = false;           // the step is one of prefill, and there is a hook
+  std::vector<uint8_t> has_record_;  // [layers]
   State state_ = State::kUnbound;
   StepPlan step_;
   Buffer workspace_;

@@ -47,7 +47,7 @@ void DenseDelegate::attend_all(const AttendCall& call) {
   const StepRows part = core_.effective(kCall, call.rows);
   MlaDecode op;
   op.q = call.q;
-  op.cache = core_.layer(kCall, call.layer).latent;
+  op.cache = core_.open_layer(call.layer).latent;
   op.pages = core_.active_step(kCall).pages(part);
   op.rows = core_.query_rows(part);
   op.out = call.out;
@@ -114,10 +114,8 @@ TensorView DenseDelegate::chunk_slots(int64_t chunk) {
 }
 
 void DenseDelegate::gather(int32_t layer, int64_t chunk, const TensorView& latent, const TensorView& rope) {
-  core_.run(LatentGather{.slots = chunk_slots(chunk),
-                         .cache = core_.layer("gather_prefix", layer).latent,
-                         .latent = latent,
-                         .rope = rope});
+  core_.run(LatentGather{
+      .slots = chunk_slots(chunk), .cache = core_.open_layer(layer).latent, .latent = latent, .rope = rope});
 }
 
 void DenseDelegate::pass(const PrefixPassCall& call, const TensorView& part_out, const TensorView& part_lse) {

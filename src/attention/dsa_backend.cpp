@@ -40,6 +40,7 @@ class DsaBackend final : public AttentionBackend {
   const AttentionCapabilities& capabilities() const noexcept override { return core_.capabilities(); }
   const AttentionConfig& config() const noexcept override { return core_.config(); }
   void bind(std::span<const LayerCaches> layers) override { core_.bind(layers); }
+  void set_layer_hooks(LayerHooks hooks) override { core_.set_layer_hooks(std::move(hooks)); }
   void prepare(const BatchStep& step) override {
     dense_.on_prepare();
     core_.prepare(step);
@@ -67,7 +68,7 @@ class DsaBackend final : public AttentionBackend {
     IndexSelect op;
     op.q = call.q;
     op.weights = call.weights;
-    op.cache = *caches.index;
+    op.cache = *core_.open_layer(call.layer).index;
     op.pages = step.pages(part);
     op.rows = core_.query_rows(part);
     // The reach of the plan's table, which grows by doubling: the longest row itself would be a new shape each step.
@@ -96,7 +97,7 @@ class DsaBackend final : public AttentionBackend {
     if (!core_.begin_attend(call)) return;
     SparseAttention op;
     op.q = call.q;
-    op.cache = caches.latent;
+    op.cache = core_.open_layer(call.layer).latent;
     op.topk_slots = selection->slots;
     op.topk_lens = selection->lens;
     op.out = call.out;

@@ -32,6 +32,14 @@ const char* to_string(AttentionArch a) noexcept {
   return "unknown";
 }
 
+const char* to_string(LayerRecord r) noexcept {
+  switch (r) {
+    case LayerRecord::kWritten: return "written";
+    case LayerRecord::kAbandoned: return "abandoned";
+  }
+  return "unknown";
+}
+
 AttentionBackend::~AttentionBackend() = default;
 
 AttentionRegistry AttentionRegistry::builtin() {
