@@ -16,8 +16,8 @@ inline namespace v0 {
 namespace {
 
 // Up to this many rows the streaming loop wins over widening panels and calling the library. One Zen 4 core, bf16
-// weights: of [512, 256] the loop runs at 45 GFLOP/s and the library at 70 from 20 rows, 106 from 512; of [2048, 7168]
-// the loop runs at 77 to 86, the library at 38 for 25 rows, 79 for 128 and 86 for 512.
+// weights, GFLOP/s: of [512, 256] the loop runs at 45 and the library at 71 from 17 rows, 105 from 128; of [2048, 7168]
+// the loop runs at 70 to 84, the library at 38 for 25 rows, 85 to 92 from 129 to 512.
 constexpr int64_t few_rows(int64_t k) { return k <= 512 ? 16 : 128; }
 
 // A panel of W is what one task handles. The library gets it widened, kMaxPanel columns at a time and as much of K as

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 namespace gannet {
 namespace {
@@ -18,12 +19,23 @@ TEST(RopeTable, HoldsCosinesThenSinesOfFp32Angles) {
     for (int64_t i = 0; i < 32; ++i) {
       const float inverse = static_cast<float>(std::pow(10000.0, -2.0 * static_cast<double>(i) / 64.0));
       const float angle = static_cast<float>(p) * inverse;
-      // One ulp of the frequency, times the position, is what an implementation's own rounding may change.
-      const double tolerance = 1e-7 + static_cast<double>(angle) * 0x1p-23;
+      // Five roundings apart, each 2^-24 of the angle: there a power, a reciprocal and the product, here a power and
+      // the product.
+      const double tolerance = 1e-7 + 5.0 * 0x1p-24 * double{angle};
       EXPECT_NEAR(table.data()[p * 64 + i], std::cos(double{angle}), tolerance) << p << " " << i;
       EXPECT_NEAR(table.data()[p * 64 + 32 + i], std::sin(double{angle}), tolerance) << p << " " << i;
     }
   EXPECT_EQ(table.data()[0], 1.0f);
+
+  // From the frequencies as the config gives them the product in fp32 is one value: half an ulp of the cosine is left.
+  // In fp64 it would be off by up to 5000 * 2^-24 = 3e-4.
+  const std::vector<float> frequencies = rope_inverse_frequencies(rope, 64);
+  for (int64_t p = 0; p < 5000; p += 7)
+    for (int64_t i = 0; i < 32; ++i) {
+      const float angle = static_cast<float>(p) * frequencies[static_cast<size_t>(i)];
+      ASSERT_NEAR(table.data()[p * 64 + i], std::cos(double{angle}), 0x1p-24) << p << " " << i;
+      ASSERT_NEAR(table.data()[p * 64 + 32 + i], std::sin(double{angle}), 0x1p-24) << p << " " << i;
+    }
 }
 
 TEST(RopeTable, YarnScalesTheTableAndHoldsAtShortPositions) {
