@@ -18,10 +18,10 @@ std::string refuses(const Params&) {
 template <>
 inline std::string refuses(const SparseAttention& p) {
   if (p.cache.format != LatentFormat::kE4m3PerToken) return {};
-  return fmt::format(
-      "cache.format is {}; accepted: fp32, bf16, e4m3 or packed656 (the dsa backend refuses a pool of "
-      "this format when it is bound)",
-      to_string(p.cache.format));
+  constexpr const char* kText =
+      "cache.format is {}; accepted: fp32, bf16, e4m3 or packed656 (a dsa backend refuses such a pool when it is "
+      "bound)";
+  return fmt::format(kText, to_string(p.cache.format));
 }
 
 inline ImplementationSet make_set(const char* name, bool (*runs_here)(), const KernelTable& k) {

@@ -36,13 +36,17 @@ constexpr AbsorbedFormat kAbsorbedFormats[] = {
     {DType::kBf16, LatentFormat::kBf16, DType::kBf16},         {DType::kF32, LatentFormat::kF32, DType::kF32},
     {DType::kF32, LatentFormat::kBf16, DType::kF32},           {DType::kBf16, LatentFormat::kF32, DType::kF32},
     {DType::kBf16, LatentFormat::kE4m3, DType::kBf16},         {DType::kBf16, LatentFormat::kPacked656, DType::kBf16},
-    {DType::kBf16, LatentFormat::kE4m3PerToken, DType::kBf16},
+    {DType::kBf16, LatentFormat::kE4m3PerToken, DType::kBf16}, {DType::kF32, LatentFormat::kE4m3, DType::kF32},
+    {DType::kF32, LatentFormat::kPacked656, DType::kF32},      {DType::kF32, LatentFormat::kE4m3PerToken, DType::kF32},
 };
 
 // Standard normal q and keys of width 576 have products of deviation 24; this brings scores to 1.5, where the softmax
 // neither is flat nor picks one key.
 constexpr double kScoreDeviation = 1.5;
 constexpr float kSoftmaxScale = static_cast<float>(kScoreDeviation / 24.0);
+
+// Of an e4m3 cache. No power of two, so that a scale which a kernel rounds is seen.
+constexpr float kCacheScale = 0.03f;
 
 /// Rows of `out` by relative L2 norm, `lse` by difference; rows without keys bit for bit.
 void compare_attention(const Outputs& oracle, const Outputs& got, AttentionPrecision precision, int64_t heads,
@@ -114,7 +118,7 @@ struct DecodeOptions {
 
 DecodeProblem make_decode(const PagedSpec& spec, const DecodeOptions& o) {
   DecodeProblem d{.paged = Paged(spec), .pool = {}, .q = {}, .out = {}, .lse = {}, .params = {}};
-  d.pool = make_latent_pool(d.paged, o.format.cache, o.seed, o.poison, o.page_gap_bytes, o.geometry);
+  d.pool = make_latent_pool(d.paged, o.format.cache, o.seed, o.poison, o.page_gap_bytes, o.geometry, kCacheScale);
   d.q = make_tensor(o.format.q, {d.paged.num_rows, o.heads, o.geometry.width()}, o.padding);
   fill_normal(d.q, Rng(o.seed + 1));
   d.out = make_tensor(o.format.out, {d.paged.num_rows, o.heads, o.geometry.latent_dim}, o.padding);

@@ -37,12 +37,28 @@ struct Problem {
 
 TEST(MlaDecode, NanOfAVisibleKeyReachesTheRowsThatSeeIt) {
   // In the rope part alone, which only the score reads: a kernel that clamps scores would hide it.
-  for (const auto& [dtype, format] :
-       {std::pair{DType::kBf16, LatentFormat::kBf16}, {DType::kF32, LatentFormat::kF32}}) {
+  // Of rows with a scale each, in the scale, which score and weight are multiplied by.
+  for (const auto& [dtype, format] : {std::pair{DType::kBf16, LatentFormat::kBf16},
+                                      {DType::kF32, LatentFormat::kF32},
+                                      {DType::kBf16, LatentFormat::kE4m3},
+                                      {DType::kBf16, LatentFormat::kPacked656},
+                                      {DType::kBf16, LatentFormat::kE4m3PerToken},
+                                      {DType::kF32, LatentFormat::kE4m3PerToken}}) {
+    SCOPED_TRACE(to_string(format));
     Problem p({.seq_lens = {100, 70}, .q_len = 2}, dtype, format, 4);
-    std::byte* key = p.pool.view.row(p.paged.slot(0, 99), latent_row_bytes(format, {}));
-    if (format == LatentFormat::kF32) reinterpret_cast<float*>(key)[530] = NAN;
-    else reinterpret_cast<Bf16*>(key)[530] = Bf16::from_float(NAN);
+    const LatentCacheView& cache = p.pool.view;
+    const int64_t slot = p.paged.slot(0, 99);
+    std::byte* key = cache.row(slot, latent_row_bytes(format, {}));
+    switch (format) {
+      case LatentFormat::kF32: reinterpret_cast<float*>(key)[530] = NAN; break;
+      case LatentFormat::kBf16: reinterpret_cast<Bf16*>(key)[530] = Bf16::from_float(NAN); break;
+      case LatentFormat::kE4m3: key[530] = std::byte{0x7F}; break;
+      case LatentFormat::kPacked656: reinterpret_cast<Bf16*>(key + 512 + 4 * 4)[18] = Bf16::from_float(NAN); break;
+      case LatentFormat::kE4m3PerToken:
+        reinterpret_cast<float*>(cache.row(slot - slot % cache.page_size, 0) +
+                                 cache.page_size * 512)[slot % cache.page_size] = NAN;
+        break;
+    }
     for (const std::string& impl : gannet_tests::taking(p.params)) {
       run_once(Context{}, p.params, {.impl = impl});
       for (int64_t row = 0; row < 4; ++row) {  // row 1 sees position 99, row 0 of the same request does not
