@@ -29,6 +29,7 @@
 
 #include "gannet/context.h"
 #include "gannet/kv_cache.h"
+#include "gannet/layer_caches.h"
 #include "gannet/memory.h"
 #include "gannet/op_plan.h"
 #include "gannet/step.h"
@@ -76,12 +77,6 @@ struct AttentionCapabilities {
 };
 
 // ---- arguments ----------------------------------------------------------------------------------------------------
-
-/// The caches of one layer. All layers of a backend share format, geometry, pages and strides.
-struct LayerCaches {
-  LatentCacheView latent;
-  std::optional<IndexCacheView> index = {};  ///< layers with an indexer
-};
 
 /// This step's rows of one layer, for the rows of the call; each written to the step's slots.
 struct KvRows {

@@ -9,6 +9,8 @@
 #include "gannet/executor.h"
 #include "gannet/kv_cache.h"
 #include "gannet/kv_pool.h"
+#include "gannet/kv_transfer.h"
+#include "gannet/layer_caches.h"
 #include "gannet/layer_gate.h"
 #include "gannet/memory.h"
 #include "gannet/op_plan.h"

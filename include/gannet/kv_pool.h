@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "gannet/kv_cache.h"
+#include "gannet/layer_caches.h"
 #include "gannet/memory.h"
 #include "gannet/page_table.h"
 
@@ -227,6 +228,10 @@ class GANNET_API IndexKPool {
   Device device_;
   Buffer memory_;
 };
+
+/// The caches of every layer of `latent`, with the index caches of the layers that have one: what backends bind and
+/// pages travel by (gannet/kv_transfer.h). Throws where an index layer is not one of latent's.
+GANNET_API std::vector<LayerCaches> layer_caches(const LatentPool& latent, const IndexKPool* index = nullptr);
 
 }  // namespace v0
 }  // namespace gannet

@@ -149,5 +149,18 @@ IndexCacheView IndexKPool::layer(int32_t layer) const {
   return v;
 }
 
+std::vector<LayerCaches> layer_caches(const LatentPool& latent, const IndexKPool* index) {
+  std::vector<LayerCaches> layers;
+  const int32_t num_layers = latent.options().num_layers;
+  for (int32_t l = 0; l < num_layers; ++l) {
+    layers.push_back({.latent = latent.layer(l), .index = {}});
+    if (index != nullptr && index->has_layer(l)) layers.back().index = index->layer(l);
+  }
+  if (index != nullptr && !index->options().layers.empty() && index->options().layers.back() >= num_layers)
+    fail_argument("layer_caches", "index has layer {}; accepted: 0 to {}, the layers of latent",
+                  index->options().layers.back(), num_layers - 1);
+  return layers;
+}
+
 }  // namespace v0
 }  // namespace gannet

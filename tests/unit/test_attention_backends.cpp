@@ -3,6 +3,7 @@
 
 #include <iostream>
 
+#include "gannet/kv_transfer.h"
 #include "unit/attention_world.h"
 #include "unit/counting_new.h"
 
@@ -470,6 +471,43 @@ TEST_P(EveryImplementation, DsaKeepsToTheLengthsOfTheLists) {
                      .out = s.result.out.view,
                      .lse = s.result.lse.view});
   w.expect_absorbed(s.result.out, s.result.lse, StepRows::kAll, [&](int64_t i) { return listed(s.selection, i); });
+}
+
+// ---- pages that travel --------------------------------------------------------------------------------------------
+
+// BL-45: a prefix restored from outside, latent rows and index keys, onto other pages, is the prefix that was computed
+// here. The lengths lie around index_topk, where a selection begins to depend on the keys.
+TEST_P(EveryImplementation, ARestoredPrefixIsTheColdOne) {
+  for (const int32_t prefix : {2047, 2048, 2049, 8192}) {
+    WorldOptions o = options(AttentionArch::kDsa);
+    o.num_heads = 1;
+    o.page_seed = 3;
+    World cold(o, {}, {{.prefix = prefix, .rows = 1, .id = 1}});
+    o.page_seed = 4;
+    World warm(o, {}, {{.prefix = prefix, .rows = 1, .id = 1}});
+    const auto pages = [&](const World& w) {
+      return w.table->row(0).first(static_cast<size_t>(pages_for(prefix + 1, o.page_size)));
+    };
+    ASSERT_FALSE(std::equal(pages(cold).begin(), pages(cold).end(), pages(warm).begin()));
+    const auto wipe = [](const auto& c) {
+      std::memset(c.data, 0xff, static_cast<size_t>(c.num_pages * c.page_stride_bytes));
+    };
+    for (const LayerCaches& l : warm.layers()) {
+      wipe(l.latent);
+      if (l.index) wipe(*l.index);
+    }
+    const std::vector<LayerCaches> from = cold.layers(), to = warm.layers();
+    std::vector<std::byte> shipped(static_cast<size_t>(exported_bytes(from, static_cast<int64_t>(pages(cold).size()))));
+    export_pages(from, pages(cold), shipped);
+    import_pages(to, pages(warm), shipped);
+    cold.backend->prepare(cold.step());
+    warm.backend->prepare(warm.step());
+    const SparseResult a = select_and_attend(cold, StepRows::kAll), b = select_and_attend(warm, StepRows::kAll);
+    EXPECT_EQ(listed(a.selection, 0).size(), static_cast<size_t>(std::min(prefix + 1, 2048)));
+    EXPECT_EQ(listed(a.selection, 0), listed(b.selection, 0)) << prefix;
+    EXPECT_TRUE(same_bits(a.result.out, b.result.out)) << prefix;
+    EXPECT_TRUE(same_bits(a.result.lse, b.result.lse)) << prefix;
+  }
 }
 
 // ---- allocations --------------------------------------------------------------------------------------------------
