@@ -7,6 +7,7 @@
 #include "gannet/dtype.h"
 #include "gannet/error.h"
 #include "gannet/executor.h"
+#include "gannet/index_sharing.h"
 #include "gannet/kv_cache.h"
 #include "gannet/kv_pool.h"
 #include "gannet/kv_transfer.h"

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numbers>
 
+#include "gannet/index_sharing.h"
 #include "model/json_file.h"
 
 namespace gannet {
@@ -288,48 +289,37 @@ void read_moe(const JsonObject& c, ModelConfig* m) {
   m->routed_scaling_factor = c.number("routed_scaling_factor", 0.0, 1e6);
 }
 
-bool is_shared(const JsonObject& c, std::string_view key, size_t i, const Json& entry) {
-  const std::string s = entry.is_string() ? entry.get<std::string>() : "";
-  if (s == "S" || s == "shared") return true;
-  if (s == "F" || s == "full") return false;
-  refuse_entry(c, key, i, entry, "\"F\", \"S\", \"full\" or \"shared\"");
+/// A list of words a layer, or one word of letters ("FFSS").
+std::vector<std::string> read_words(const JsonObject& c, std::string_view key) {
+  std::vector<std::string> words;
+  if (c.at(key).is_string()) {
+    for (const char letter : c.string(key)) words.emplace_back(1, letter);
+    return words;
+  }
+  const std::vector<Json>& list = c.array(key);
+  for (size_t i = 0; i < list.size(); ++i) {
+    if (!list[i].is_string()) refuse_entry(c, key, i, list[i], "\"F\", \"S\", \"full\" or \"shared\"");
+    words.push_back(list[i].get<std::string>());
+  }
+  return words;
 }
 
-/// Which layers compute a selection of their own (attention.md 0.1.11 and 3.2).
+/// Which layers compute a selection of their own: the library has the rules, the file their fields.
 void read_sharing(const JsonObject& c, ModelConfig* m) {
-  const int64_t n = m->num_hidden_layers();
-  for (LayerConfig& layer : m->layers) layer.indexer = true;
-  for (const char* key : {"indexer_types", "index_topk_pattern"}) {
-    if (!c.given(key)) continue;
-    std::vector<Json> list;
-    // A pattern may be written as one word, "FFSS".
-    if (c.at(key).is_string())
-      for (const char letter : c.string(key)) list.emplace_back(std::string(1, letter));
-    else list = c.array(key);
-    if (static_cast<int64_t>(list.size()) < n)
-      c.refuse(key, fmt::format("one entry for each of num_hidden_layers = {} layers", n));
-    for (size_t i = 0; i < list.size(); ++i) {
-      const bool shared = is_shared(c, key, i, list[i]);
-      if (i < m->layers.size()) m->layers[i].indexer = !shared;
-    }
-    if (!m->layers[0].indexer)
-      fail(ErrorCode::kCorruptFile, kFunction,
-           "{}: {}[0] is {}; accepted: \"full\", since layer 0 has nothing to share", c.file(), c.field(key),
-           show(list[0]));
-    return;
+  IndexSharing sharing{.num_hidden_layers = m->num_hidden_layers()};
+  if (c.given("indexer_types")) sharing.indexer_types = read_words(c, "indexer_types");
+  else if (c.given("index_topk_pattern")) sharing.index_topk_pattern = read_words(c, "index_topk_pattern");
+  else sharing.index_topk_freq = c.integer_or("index_topk_freq", 1, 0, kMaxLayers);
+  if (sharing.index_topk_freq.value_or(1) > 1 && c.given("index_skip_topk_offset"))
+    sharing.index_skip_topk_offset = c.integer("index_skip_topk_offset", -kMaxLayers, kMaxLayers);
+  try {
+    const std::vector<int32_t> sources = selection_sources(sharing);
+    for (size_t l = 0; l < sources.size(); ++l) m->layers[l].indexer = sources[l] == static_cast<int32_t>(l);
+  } catch (const Error& e) {
+    std::string_view text = e.what();
+    text.remove_prefix(text.find("] ") + 2);  // the name of the function
+    fail(ErrorCode::kCorruptFile, kFunction, "{}: {}", c.file(), text);
   }
-  const int64_t freq = c.integer_or("index_topk_freq", 1, 0, kMaxLayers);
-  if (freq <= 1) return;
-  int64_t shift = 1;  // without an offset: max(l - 1, 0) % freq
-  if (c.given("index_skip_topk_offset")) {
-    const int64_t offset = c.integer("index_skip_topk_offset", -kMaxLayers, kMaxLayers);
-    if (offset <= 0)
-      c.refuse("index_skip_topk_offset",
-               fmt::format("at least 1 with index_topk_freq = {}, since layer 0 has nothing to share", freq));
-    shift = offset - 1;
-  }
-  for (int64_t l = 0; l < n; ++l)
-    m->layers[static_cast<size_t>(l)].indexer = std::max<int64_t>(l - shift, 0) % freq == 0;
 }
 
 void read_indexer(const JsonObject& c, ModelConfig* m) {

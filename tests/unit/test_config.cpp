@@ -410,9 +410,9 @@ TEST(Config, RefusesValuesThatContradict) {
   expect_refused(c, "/num_experts_per_tok", 5, "num_experts_per_tok is 5");  // two groups of two are kept
   expect_refused(c, "/layer_types", {"deepseek_sparse_attention"}, "num_hidden_layers = 4");
   expect_refused(c, "/mlp_layer_types", {"dense"}, "mlp_layer_types is an array of 1");
-  expect_refused(c, "/indexer_types", {"F", "F", "F"}, "indexer_types is an array of 3");
+  expect_refused(c, "/indexer_types", {"F", "F", "F"}, "indexer_types has 3 entries");
   expect_refused(c, "/indexer_types", {"S", "F", "F", "F"}, "indexer_types[0] is \"S\"");
-  expect_refused(c, "/index_topk_pattern", "FF", "index_topk_pattern is \"FF\"");
+  expect_refused(c, "/index_topk_pattern", "FF", "index_topk_pattern has 2 entries");
   expect_refused(c, "/index_topk_pattern", "SFFF", "index_topk_pattern[0]");
   expect_refused(c, "/index_head_dim", 32, "at least qk_rope_head_dim = 64");
   expect_refused(c, "/qk_rope_head_dim", 63, "qk_rope_head_dim is 63; accepted: an even number");
