@@ -187,9 +187,12 @@ struct ThreadPool::State {
       for (int64_t i = 0; i < wanted; ++i) wake_workers.notify_one();
   }
 
+  // Two exchanges rather than stores, here and for caller_sleeps: a load of what the other side writes follows each,
+  // and must not overtake it. A sequentially consistent store says as much, but not every emulator of weakly ordered
+  // machines keeps such a store in front of a load; a read-modify-write is a full barrier everywhere.
   void next_epoch(uint64_t flags) {
     const uint64_t epoch = epoch_of(gate.load(std::memory_order_relaxed)) + 1u;
-    gate.store((epoch & 0xffffffffu) << kEpochShift | flags, std::memory_order_seq_cst);
+    gate.exchange((epoch & 0xffffffffu) << kEpochShift | flags, std::memory_order_seq_cst);
   }
 
   void fork_join(int64_t n, TaskRef& f) {
@@ -203,7 +206,7 @@ struct ThreadPool::State {
     const auto empty = [&] { return inside(gate.load(std::memory_order_acquire)) == 0; };
     if (!spin(spin_limit, empty)) {
       std::unique_lock lock(mutex);
-      caller_sleeps.store(true, std::memory_order_seq_cst);
+      caller_sleeps.exchange(true, std::memory_order_seq_cst);
       wake_caller.wait(lock, [&] { return inside(gate.load(std::memory_order_seq_cst)) == 0; });
       caller_sleeps.store(false, std::memory_order_relaxed);
     }
