@@ -8,15 +8,24 @@
 // The gate is one 64-bit word: epoch (number of the job) | open bit | number of workers inside. A worker enters by
 // compare-and-swap while the job is open; the job's fields are written only while the gate is closed and empty, so a
 // late worker can never mix two jobs.
+//
+// Sleeping is on futexes, not on condition variables: those of glibc before 2.41 can lose a wake-up (BZ 25847), which
+// the tests met as a worker that slept through the end of its pool, about once in 200 runs on a busy machine under
+// qemu. Who sleeps says so first and then looks at what it waits for; who changes that does so first and then looks for
+// sleepers. Each side's first step is a read-modify-write, which is a full barrier everywhere, so at least one of the
+// two sees the other.
 #include "gannet/executor.h"
 
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <exception>
+#include <limits>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -54,6 +63,19 @@ constexpr int kEpochShift = 32;
 
 inline uint32_t epoch_of(uint64_t gate) { return static_cast<uint32_t>(gate >> kEpochShift); }
 inline uint64_t inside(uint64_t gate) { return gate & kInsideMask; }
+
+using FutexWord = std::atomic<uint32_t>;
+static_assert(sizeof(FutexWord) == sizeof(uint32_t) && FutexWord::is_always_lock_free);
+
+/// Sleeps while the word holds `value`; may return at any time.
+void futex_wait(FutexWord& word, uint32_t value) {
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+
+void futex_wake(FutexWord& word, int64_t count) {
+  constexpr int64_t kAll = std::numeric_limits<int>::max();
+  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, static_cast<int>(count < kAll ? count : kAll), nullptr, nullptr, 0);
+}
 
 inline void cpu_pause() {
 #if defined(__x86_64__)
@@ -117,14 +139,12 @@ struct ThreadPool::State {
 
   alignas(kCacheLine) std::atomic<uint64_t> gate{0};
   alignas(kCacheLine) std::atomic<int64_t> next{0};  // first task that nobody has claimed
-  alignas(kCacheLine) std::atomic<int> sleepers{0};
-  std::atomic<bool> caller_sleeps{false};
+  alignas(kCacheLine) FutexWord bell{0};             // the epoch again, for workers to sleep on
+  std::atomic<int> sleepers{0};
+  FutexWord caller_sleeps{0};
   std::atomic<bool> stop{false};
   std::atomic<bool> busy{false};
 
-  std::mutex mutex;
-  std::condition_variable wake_workers;
-  std::condition_variable wake_caller;
   std::mutex error_mutex;
   std::exception_ptr error;
 
@@ -153,13 +173,10 @@ struct ThreadPool::State {
   void worker_main(int worker) {
     uint32_t seen = 0;
     for (;;) {
-      const auto news = [&] { return epoch_of(gate.load(std::memory_order_acquire)) != seen; };
+      const auto news = [&] { return epoch_of(gate.load(std::memory_order_seq_cst)) != seen; };
       if (!spin(spin_limit, news)) {
-        std::unique_lock lock(mutex);
-        // Order with the caller: it bumps the epoch, then looks for sleepers; here the other way round. One of the
-        // two sees the other.
         sleepers.fetch_add(1, std::memory_order_seq_cst);
-        wake_workers.wait(lock, [&] { return epoch_of(gate.load(std::memory_order_seq_cst)) != seen; });
+        while (!news()) futex_wait(bell, seen);
         sleepers.fetch_sub(1, std::memory_order_seq_cst);
       }
       if (stop.load(std::memory_order_acquire)) return;
@@ -169,54 +186,45 @@ struct ThreadPool::State {
         if (!gate.compare_exchange_weak(g, g + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
         work(worker);
         const uint64_t left = gate.fetch_sub(1, std::memory_order_seq_cst) - 1;
-        if (inside(left) == 0 && (left & kOpen) == 0 && caller_sleeps.load(std::memory_order_seq_cst)) {
-          { const std::lock_guard lock(mutex); }
-          wake_caller.notify_one();
+        if (inside(left) == 0 && (left & kOpen) == 0 && caller_sleeps.load(std::memory_order_seq_cst) != 0) {
+          caller_sleeps.store(0, std::memory_order_seq_cst);
+          futex_wake(caller_sleeps, 1);
         }
         break;
       }
     }
   }
 
-  void wake(int64_t wanted) {
-    const int64_t asleep = sleepers.load(std::memory_order_seq_cst);
-    if (asleep == 0) return;
-    { const std::lock_guard lock(mutex); }  // nobody is between looking at the epoch and sleeping
-    if (wanted >= asleep) wake_workers.notify_all();
-    else
-      for (int64_t i = 0; i < wanted; ++i) wake_workers.notify_one();
-  }
-
-  // Two exchanges rather than stores, here and for caller_sleeps: a load of what the other side writes follows each,
-  // and must not overtake it. A sequentially consistent store says as much, but not every emulator of weakly ordered
-  // machines keeps such a store in front of a load; a read-modify-write is a full barrier everywhere.
-  void next_epoch(uint64_t flags) {
-    const uint64_t epoch = epoch_of(gate.load(std::memory_order_relaxed)) + 1u;
-    gate.exchange((epoch & 0xffffffffu) << kEpochShift | flags, std::memory_order_seq_cst);
+  /// Closes one epoch and opens the next, then wakes up to `wanted` of those that sleep.
+  void announce(uint64_t flags, int64_t wanted) {
+    const uint32_t epoch = epoch_of(gate.load(std::memory_order_relaxed)) + 1;
+    gate.store(uint64_t{epoch} << kEpochShift | flags, std::memory_order_release);
+    bell.exchange(epoch, std::memory_order_seq_cst);
+    if (sleepers.load(std::memory_order_seq_cst) > 0) futex_wake(bell, wanted);
   }
 
   void fork_join(int64_t n, TaskRef& f) {
     job = &f;
     num_tasks = n;
     next.store(0, std::memory_order_relaxed);
-    next_epoch(kOpen);
-    wake(n - 1);
+    announce(kOpen, n - 1);
     work(0);
     gate.fetch_and(~kOpen, std::memory_order_seq_cst);
-    const auto empty = [&] { return inside(gate.load(std::memory_order_acquire)) == 0; };
+    const auto empty = [&] { return inside(gate.load(std::memory_order_seq_cst)) == 0; };
     if (!spin(spin_limit, empty)) {
-      std::unique_lock lock(mutex);
-      caller_sleeps.exchange(true, std::memory_order_seq_cst);
-      wake_caller.wait(lock, [&] { return inside(gate.load(std::memory_order_seq_cst)) == 0; });
-      caller_sleeps.store(false, std::memory_order_relaxed);
+      for (;;) {
+        caller_sleeps.exchange(1, std::memory_order_seq_cst);  // again after each time: a late worker may clear it
+        if (empty()) break;
+        futex_wait(caller_sleeps, 1);
+      }
+      caller_sleeps.store(0, std::memory_order_relaxed);
     }
     job = nullptr;
   }
 
   void shut_down() {
     stop.store(true, std::memory_order_release);
-    next_epoch(0);
-    wake(num_workers);
+    announce(0, num_workers);
     for (std::thread& t : threads) t.join();
     // A thread's mask is restored only by that thread: it may have ended since, and its id may be another's.
     if (pinned_caller && pthread_equal(caller, pthread_self()) != 0)
