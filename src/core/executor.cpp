@@ -9,11 +9,9 @@
 // compare-and-swap while the job is open; the job's fields are written only while the gate is closed and empty, so a
 // late worker can never mix two jobs.
 //
-// Sleeping is on futexes, not on condition variables: those of glibc before 2.41 can lose a wake-up (BZ 25847), which
-// the tests met as a worker that slept through the end of its pool, about once in 200 runs on a busy machine under
-// qemu. Who sleeps says so first and then looks at what it waits for; who changes that does so first and then looks for
-// sleepers. Each side's first step is a read-modify-write, which is a full barrier everywhere, so at least one of the
-// two sees the other.
+// Sleeping is on futexes, so that a wake-up takes no lock. Who sleeps says so first and then looks at what it waits
+// for; who changes that does so first and then looks for sleepers. Each side's first step is a read-modify-write, which
+// is a full barrier everywhere, so at least one of the two sees the other.
 #include "gannet/executor.h"
 
 #include <linux/futex.h>
@@ -179,8 +177,9 @@ struct ThreadPool::State {
         while (!news()) futex_wait(bell, seen);
         sleepers.fetch_sub(1, std::memory_order_seq_cst);
       }
-      if (stop.load(std::memory_order_acquire)) return;
       uint64_t g = gate.load(std::memory_order_acquire);
+      // After the gate, never before: the last epoch, once seen, is not news again.
+      if (stop.load(std::memory_order_acquire)) return;
       seen = epoch_of(g);
       while ((g & kOpen) != 0 && epoch_of(g) == seen) {
         if (!gate.compare_exchange_weak(g, g + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;

@@ -217,6 +217,16 @@ TEST(ThreadPool, IsMadeAndDestroyedWithoutWork) {
   }
 }
 
+// A worker that wakes up for the last job may see the end of the pool while it looks at what there is to do: it must
+// not take it for one more job that others have finished, and sleep.
+TEST(ThreadPool, IsDestroyedRightAfterWork) {
+  for (int i = 0; i < 2000; ++i) {
+    ThreadPool pool({.num_threads = 3});
+    if (i % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(i % 200));
+    for (int job = 0; job < i % 4; ++job) pool.parallel_for(3, [](int64_t, int) {});
+  }
+}
+
 TEST(ThreadPool, PinsWorkersAndGivesTheCallerItsMaskBack) {
   const std::vector<int> cpus = allowed_cpus();
   ASSERT_FALSE(cpus.empty());
