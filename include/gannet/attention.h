@@ -122,6 +122,12 @@ class GANNET_API SelectionBuffer {
   int64_t capacity_ = 0;
 };
 
+/// Row i of `to` becomes row rows[i] of `from`: what is left of a step's selection when a draft goes on from one row a
+/// request (narrow_rows), so that its later steps reuse it. rows: [rows of to]; -1 gives an empty list, the row of a
+/// request that has none. `to` shares no memory with `from`, has its width, and positions only where `from` has them.
+/// Throws for anything else.
+GANNET_API void gather_selection(const TopKSelection& from, std::span<const int32_t> rows, const TopKSelection& to);
+
 struct SelectCall {
   int32_t layer = 0;
   StepRows rows = StepRows::kAll;

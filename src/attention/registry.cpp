@@ -1,7 +1,6 @@
 #include <algorithm>
 
 #include "attention/backends.h"
-#include "core/checked.h"
 #include "core/format.h"
 
 namespace gannet {
@@ -91,48 +90,6 @@ std::unique_ptr<AttentionBackend> AttentionRegistry::make(const Context& context
 std::unique_ptr<AttentionBackend> make_attention_backend(const Context& context, const AttentionConfig& config,
                                                          std::string_view name, MemoryResource& resource) {
   return AttentionRegistry::builtin().make(context, config, name, resource);
-}
-
-// ---- SelectionBuffer ----
-
-namespace {
-// Rows begin on a cache line: any row of the buffer can be the first of a view, and workers do not share lines.
-constexpr int64_t kRowUnit = 16;  // int32 in 64 bytes
-}  // namespace
-
-SelectionBuffer::SelectionBuffer(int32_t topk, bool with_positions, MemoryResource& resource)
-    : resource_(&resource), topk_(topk), with_positions_(with_positions) {
-  if (topk < 1) fail_argument("SelectionBuffer", "topk is {}; accepted: 1 and more", topk);
-}
-
-void SelectionBuffer::reserve(int64_t rows) {
-  constexpr const char* kName = "SelectionBuffer::reserve";
-  if (rows < 0) fail_argument(kName, "rows is {}; accepted: 0 and more", rows);
-  if (rows <= capacity_) return;
-  const int64_t width = (int64_t{topk_} + kRowUnit - 1) / kRowUnit * kRowUnit;
-  const int64_t values = (with_positions_ ? 2 : 1) * width + 1;  // a row's, and its length
-  const int64_t bytes = checked_mul(kName, "the size", checked_mul(kName, "the size", rows, values), sizeof(int32_t));
-  memory_.reserve(static_cast<size_t>(bytes), *resource_);
-  capacity_ = rows;
-}
-
-TopKSelection SelectionBuffer::view(int64_t rows, int64_t begin) const {
-  if (rows < 0 || begin < 0 || begin > capacity_ || rows > capacity_ - begin)
-    fail_argument("SelectionBuffer::view", "rows {} from {} are wanted; the buffer has room for {} (reserve)", rows,
-                  begin, capacity_);
-  const int64_t width = (int64_t{topk_} + kRowUnit - 1) / kRowUnit * kRowUnit;
-  auto* base = reinterpret_cast<int32_t*>(memory_.data());
-  const auto plane = [&](int64_t i) {
-    TensorView v = gannet::view(base + (i * capacity_ + begin) * width, {rows, topk_});
-    v.stride[0] = width;
-    return v;
-  };
-  TopKSelection s;
-  s.slots = plane(0);
-  const int64_t planes = with_positions_ ? 2 : 1;
-  if (with_positions_) s.positions = plane(1);
-  s.lens = gannet::view(base + planes * capacity_ * width + begin, {rows});
-  return s;
 }
 
 }  // namespace v0
