@@ -175,6 +175,19 @@ struct PrefixPassCall {
   TensorView lse;     ///< in/out fp32 [rows, H], natural logarithm
 };
 
+/// A step of a draft after its first: one row for every request of the step that was prepared, refreshed or captured
+/// last, extends included, whose lengths are
+///   seq_lens[r] + steps, 0 stays 0 (padding)
+/// Counted from that step and not from the advance before, so that a repeated call changes nothing (spec 1.5; the
+/// reference subtracts in place). Nothing is kept of the arrays but copies.
+struct DraftAdvance {
+  int32_t steps = 1;  ///< 0 and more
+  /// [num_requests] the lengths to count from, such as narrow_seq_lens gives; after a refresh those of its requests
+  /// will do. Absent: the lengths of that step.
+  std::span<const int32_t> seq_lens = {};
+  PageTableView pages = {};  ///< needed where a length reaches beyond the pages of that step
+};
+
 // ---- layer hooks --------------------------------------------------------------------------------------------------
 
 /// What became of a layer's rows in a prefill step.
@@ -223,6 +236,21 @@ class GANNET_API AttentionBackend {
   virtual void prepare(const BatchStep& step) = 0;
   /// The plan of the current step. Throws before prepare.
   virtual const StepPlan& step() const = 0;
+
+  /// Makes the persistent plan of a batch of decode requests (CaptureShape, StepPlan::capture), one for each
+  /// (num_requests, q_len), and makes the batch, all padding, the current step: run the layers once, and every
+  /// operation is planned for it. Bind forgets all of them. Capturing the same shape again is allowed; the same
+  /// (num_requests, q_len) with other values, or another mode than decode, is an error.
+  virtual void capture(const CaptureShape& shape) = 0;
+  /// Like prepare, into the plan captured for (num_requests, step.q_len), which neither allocates nor moves: for a
+  /// decode step of up to num_requests requests; those that are missing are padding (length 0, write slot -1), which
+  /// sees and writes nothing. The results are those of prepare bit for bit. Throws for a batch that was never captured.
+  virtual void refresh(const BatchStep& step, int32_t num_requests) = 0;
+
+  /// Makes the next step of a draft the current one (DraftAdvance). After a refresh it goes into the plan captured for
+  /// (num_requests, 1). Throws where there is no step, or an idle one, to go on from; then, and for arguments that are
+  /// refused, the current step stays.
+  virtual void advance(const DraftAdvance& advance) = 0;
 
   /// Writes this step's rows of a layer.
   virtual void write(int32_t layer, StepRows rows, const KvRows& kv) = 0;

@@ -99,6 +99,17 @@ struct StepLimits {
   int64_t prefix_chunk_capacity = 32768;  ///< tokens gathered and expanded at a time
 };
 
+/// A batch of decode requests for which a plan is made once and refreshed in place.
+struct CaptureShape {
+  StepMode mode = StepMode::kDecode;  ///< nothing else can be captured: prefill rows are ragged
+  int32_t num_requests = 0;           ///< at least 1, those included that pad a smaller batch
+  int32_t q_len = 1;
+  RowBound decode_bound = RowBound::kCausalFull;  ///< kCausalFromFirst counts as kCausalFull, which it becomes
+  int64_t max_seq_len = 0;                        ///< tokens of a request at most; 0: max_context_len
+
+  friend bool operator==(const CaptureShape&, const CaptureShape&) = default;
+};
+
 /// Which rows of a step a call is about.
 enum class StepRows : uint8_t {
   kPrefill,  ///< the rows of the extend requests
@@ -129,6 +140,25 @@ class GANNET_API StepPlan {
   /// negative lengths, prefix + extend unlike seq_len, q_len below 1, a length beyond max_context_len or beyond the
   /// table, a page or slot outside the pool, a table that is not int32 in host memory, more than 2^31 - 1 rows.
   void assign(const BatchStep& step, const StepLimits& limits);
+
+  /// Makes this the plan of a captured batch, all of whose requests are padding for now (length 0, write slots -1), and
+  /// takes all memory that its batches can need. From then on assign() takes decode steps of q_len rows, of any number
+  /// of requests up to num_requests - the others are padding - and of lengths up to max_seq_len, and neither allocates
+  /// nor moves an array: what points into this plan stays valid. The table is as wide as max_seq_len makes it.
+  /// Capturing the same shape again is allowed, another one not. Throws kUnsupported for a mode other than kDecode,
+  /// else kInvalidArgument.
+  void capture(const CaptureShape& shape, const StepLimits& limits);
+  bool captured() const noexcept { return shape_.num_requests > 0; }
+  const CaptureShape& capture_shape() const noexcept { return shape_; }
+
+  /// Makes this plan a decode step of one row for every request of `from`, whatever its mode, with other lengths: a
+  /// later step of a draft (spec 1.5). Pages come from `from`, and where `pages` is given as far as the lengths need
+  /// from there; only then may a length reach beyond the pages of `from`. Depends on the arguments alone, so that a
+  /// repeated call changes nothing, and reads seq_lens only now. A captured plan must be one of
+  /// from's number of requests and q_len 1, and may be `from` itself; another plan may not. Cells beyond a length may
+  /// hold pages of `from`. Throws as assign does, and then leaves everything as it was.
+  void advance(const StepPlan& from, std::span<const int32_t> seq_lens, const PageTableView& pages,
+               const StepLimits& limits);
 
   StepMode mode() const noexcept { return mode_; }
   int32_t q_len() const noexcept { return q_len_; }
@@ -176,8 +206,11 @@ class GANNET_API StepPlan {
   void reset() noexcept;
   void fill(const BatchStep& step, const StepLimits& limits);
   void fill_rows();
-  void copy_table(const PageTableView& pages, int64_t num_pages);
+  void copy_table(const PageTableView& pages, int64_t num_given, int64_t page_limit);
+  void check_captured(const BatchStep& step) const;
+  int64_t max_len(const StepLimits& limits) const noexcept;
 
+  CaptureShape shape_{};  // of a captured plan; num_requests is 0 in others
   StepMode mode_ = StepMode::kIdle;
   RowBound decode_bound_ = RowBound::kCausalFull;
   int32_t q_len_ = 1;

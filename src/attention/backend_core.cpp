@@ -128,6 +128,9 @@ void BackendCore::bind(std::span<const LayerCaches> layers) {
   for (const LayerCaches& l : layers)  // they agree: the first one of a kind speaks for all
     if (&l == &layers[0] || (l.index && &*l.index == first_index)) probe(l);
   end_step();
+  make_current(eager_);
+  base_ = &eager_;
+  captured_.clear();
   layers_.assign(layers.begin(), layers.end());
   has_record_.assign(layers.size(), 0);
   state_ = State::kBound;
@@ -215,25 +218,115 @@ void BackendCore::prepare(const BatchStep& step) {
   if (state_ == State::kUnbound) refuse("prepare", "no caches are bound; call bind first");
   end_step();
   state_ = State::kBound;  // where this throws, the step before is over all the same
-  step_.assign(step, {.page_size = config_.page_size,
-                      .num_pages = layers_[0].latent.num_pages,
-                      .max_context_len = config_.max_context_len,
-                      .prefix_chunk_capacity = config_.prefix_chunk_capacity});
-  state_ = is_idle(step_.mode()) ? State::kIdle : State::kActive;
-  recording_ = hooks_.record && is_extend_or_mixed(step_.mode());
+  eager_.plan.assign(step, limits());
+  begin_step(eager_);
+}
+
+StepLimits BackendCore::limits() const noexcept {
+  return {.page_size = config_.page_size,
+          .num_pages = layers_[0].latent.num_pages,
+          .max_context_len = config_.max_context_len,
+          .prefix_chunk_capacity = config_.prefix_chunk_capacity};
+}
+
+void BackendCore::begin_step(Planned& planned) {
+  make_current(planned);
+  base_ = &planned;
+  base_lens_.assign(planned.plan.seq_lens().begin(), planned.plan.seq_lens().end());
+  state_ = is_idle(planned.plan.mode()) ? State::kIdle : State::kActive;
+  recording_ = hooks_.record && is_extend_or_mixed(planned.plan.mode());
   std::fill(has_record_.begin(), has_record_.end(), uint8_t{0});
+}
+
+void BackendCore::make_current(Planned& planned) noexcept {
+  current_ = &planned.plan;
+  ops_ = &planned.ops;
+}
+
+BackendCore::Planned* BackendCore::find_captured(int64_t num_requests, int32_t q_len) noexcept {
+  for (const std::unique_ptr<Planned>& p : captured_)
+    if (p->plan.capture_shape().num_requests == num_requests && p->plan.capture_shape().q_len == q_len) return p.get();
+  return nullptr;
+}
+
+void BackendCore::capture(const CaptureShape& shape) {
+  constexpr const char* kCall = "capture";
+  if (state_ == State::kUnbound) refuse(kCall, "no caches are bound; call bind first");
+  end_step();
+  state_ = State::kBound;
+  Planned* planned = find_captured(shape.num_requests, shape.q_len);
+  if (planned != nullptr) {
+    planned->plan.capture(shape, limits());
+  } else {
+    auto fresh = std::make_unique<Planned>();
+    fresh->plan.capture(shape, limits());
+    planned = captured_.emplace_back(std::move(fresh)).get();
+  }
+  begin_step(*planned);
+}
+
+void BackendCore::refresh(const BatchStep& step, int32_t num_requests) {
+  constexpr const char* kCall = "refresh";
+  if (state_ == State::kUnbound) refuse(kCall, "no caches are bound; call bind, then capture");
+  end_step();
+  state_ = State::kBound;
+  if (step.num_extends() > 0)
+    refuse_unsupported(kCall, "the step is {}; accepted: decode (prepare takes every mode)",
+                       to_string(step_mode(step.num_extends(), step.num_requests())));
+  Planned* planned = find_captured(num_requests, step.q_len);
+  if (planned == nullptr) {
+    std::string shapes;
+    for (const std::unique_ptr<Planned>& p : captured_)
+      shapes += fmt::format("{}{} of {}", shapes.empty() ? "" : ", ", p->plan.capture_shape().num_requests,
+                            p->plan.capture_shape().q_len);
+    refuse(kCall, "a batch of {} requests of {} rows was never captured; captured: {}", num_requests, step.q_len,
+           shapes.empty() ? "none" : shapes);
+  }
+  planned->plan.assign(step, limits());
+  begin_step(*planned);
+}
+
+void BackendCore::advance(const DraftAdvance& advance) {
+  constexpr const char* kCall = "advance";
+  active_step(kCall);
+  if (advance.steps < 0) refuse(kCall, "steps is {}; accepted: 0 and more", advance.steps);
+  const bool captured = base_->plan.captured();
+  const size_t n = base_lens_.size();
+  std::span<const int32_t> start = base_lens_;
+  if (!advance.seq_lens.empty()) {
+    start = advance.seq_lens;
+    if (captured ? start.size() > n : start.size() != n)
+      refuse(kCall, "seq_lens has {} entries; the step has {} requests", start.size(), n);
+  }
+  next_lens_.assign(n, 0);  // what the caller's buffer lacks is padding
+  for (size_t r = 0; r < start.size(); ++r) {
+    const int64_t len = start[r] == 0 ? 0 : int64_t{start[r]} + advance.steps;
+    if (start[r] < 0 || len > config_.max_context_len)
+      refuse(kCall, "seq_lens[{}] is {} and steps {}; accepted: a sum of 0 to max_context_len, {}", r, start[r],
+             advance.steps, config_.max_context_len);
+    next_lens_[r] = static_cast<int32_t>(len);
+  }
+  Planned* target = &draft_;
+  if (captured) {
+    target = find_captured(static_cast<int64_t>(n), 1);
+    if (target == nullptr)
+      refuse(kCall, "a batch of {} requests of 1 row was never captured, and the draft goes on from a captured one", n);
+  }
+  target->plan.advance(base_->plan, next_lens_, advance.pages, limits());
+  end_step();
+  make_current(*target);
 }
 
 const StepPlan& BackendCore::step(const char* call) const {
   if (state_ == State::kUnbound) refuse(call, "no caches are bound; call bind, then prepare");
   if (state_ == State::kBound) refuse(call, "no step is prepared; call prepare first");
-  return step_;
+  return *current_;
 }
 
 const StepPlan& BackendCore::active_step(const char* call) const {
   if (step(call); state_ == State::kIdle)
     refuse(call, "the step is idle (it has no requests); accepted: prepare, with the next step");
-  return step_;
+  return *current_;
 }
 
 const LayerCaches& BackendCore::layer(const char* call, int32_t layer) const {
@@ -248,23 +341,23 @@ const LayerCaches& BackendCore::open_layer(int32_t layer) const {
 }
 
 StepRows BackendCore::effective(const char* call, StepRows part) const {
-  if (part != StepRows::kAll || !is_mixed(step_.mode()))
-    return part != StepRows::kAll ? part : is_decode(step_.mode()) ? StepRows::kDecode : StepRows::kPrefill;
-  if (step_.decode_bound() != RowBound::kCausalFull)
+  if (part != StepRows::kAll || !is_mixed(current_->mode()))
+    return part != StepRows::kAll ? part : is_decode(current_->mode()) ? StepRows::kDecode : StepRows::kPrefill;
+  if (current_->decode_bound() != RowBound::kCausalFull)
     refuse_unsupported(
         call, "rows is all in a mixed step whose decode rows are {}; accepted: prefill and decode by themselves",
-        to_string(step_.decode_bound()));
+        to_string(current_->decode_bound()));
   return StepRows::kAll;
 }
 
 QueryRows BackendCore::query_rows(StepRows part) const {
   QueryRows rows;
-  rows.seq_lens = step_.seq_lens_view(part);
+  rows.seq_lens = current_->seq_lens_view(part);
   if (part == StepRows::kDecode) {
-    rows.q_len = step_.q_len();
-    rows.bound = step_.decode_bound();
+    rows.q_len = current_->q_len();
+    rows.bound = current_->decode_bound();
   } else {
-    rows.cu_q_lens = step_.cu_q_lens(part);
+    rows.cu_q_lens = current_->cu_q_lens(part);
   }
   return rows;
 }
@@ -340,7 +433,12 @@ bool BackendCore::begin_attend(const AttendCall& call) {
 
 std::vector<std::pair<std::string, std::string>> BackendCore::implementations() const {
   std::set<std::pair<std::string, std::string>> names;
-  std::apply([&](const auto&... caches) { (caches.list(names), ...); }, plans_);
+  const auto list = [&](const Planned& p) {
+    std::apply([&](const auto&... caches) { (caches.list(names), ...); }, p.ops);
+  };
+  list(eager_);
+  list(draft_);
+  for (const std::unique_ptr<Planned>& p : captured_) list(*p);
   return {names.begin(), names.end()};
 }
 

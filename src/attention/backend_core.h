@@ -2,6 +2,7 @@
 #pragma once
 
 #include <initializer_list>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -33,6 +34,9 @@ class BackendCore {
   void bind(std::span<const LayerCaches> layers);
   void set_layer_hooks(LayerHooks hooks);
   void prepare(const BatchStep& step);
+  void capture(const CaptureShape& shape);
+  void refresh(const BatchStep& step, int32_t num_requests);
+  void advance(const DraftAdvance& advance);
   void write(const char* call, int32_t layer, StepRows part, const KvRows& kv);
   /// Does what `write` says; throws where it says nothing.
   void apply(const char* call, int32_t layer, StepRows part, const StepWrite& write);
@@ -69,7 +73,7 @@ class BackendCore {
   /// Plans if these shapes are new, and runs.
   template <class Params>
   void run(const Params& params) {
-    const OpPlan<Params>& plan = std::get<OpCache<Params>>(plans_).plan(context_, params, config_.plan);
+    const OpPlan<Params>& plan = std::get<OpCache<Params>>(*ops_).plan(context_, params, config_.plan);
     workspace_.reserve(plan.workspace_bytes(), memory_);
     plan.run(params, workspace_.span());
   }
@@ -82,10 +86,30 @@ class BackendCore {
  private:
   enum class State { kUnbound, kBound, kIdle, kActive };
 
+#define GANNET_CACHE(Params, member) , OpCache<Params>
+  template <class, class... Caches>
+  struct TupleOf {
+    using Type = std::tuple<Caches...>;
+  };
+  using Ops = TupleOf < void GANNET_FOR_EACH_OP(GANNET_CACHE)
+  > ::Type;
+#undef GANNET_CACHE
+
+  /// The plan of a step and the plans of its operations: a captured batch has its own, which no other shape displaces.
+  struct Planned {
+    StepPlan plan;
+    Ops ops;
+  };
+
   std::string where(const char* call) const { return name_ + " " + call; }
   /// Throws unless an implementation takes these caches, so that a pool is refused when it is bound rather than by the
   /// first layer of the first step.
   void probe(const LayerCaches& caches) const;
+  StepLimits limits() const noexcept;
+  /// A plan that has been filled becomes the current one, which drafts go on from.
+  void begin_step(Planned& planned);
+  void make_current(Planned& planned) noexcept;
+  Planned* find_captured(int64_t num_requests, int32_t q_len) noexcept;
   /// A call has written these rows, or says that they are written.
   void record_written(int32_t layer, StepRows part);
   /// Abandons what has no record.
@@ -101,16 +125,14 @@ class BackendCore {
   bool recording_ = false;           // the step is one of prefill, and there is a hook
   std::vector<uint8_t> has_record_;  // [layers]
   State state_ = State::kUnbound;
-  StepPlan step_;
+  Planned eager_, draft_;
+  std::vector<std::unique_ptr<Planned>> captured_;
+  StepPlan* current_ = &eager_.plan;
+  Ops* ops_ = &eager_.ops;
+  const Planned* base_ = &eager_;   // what advance goes on from
+  std::vector<int32_t> base_lens_;  // of base_, which an advance into it overwrites
+  std::vector<int32_t> next_lens_;
   Buffer workspace_;
-#define GANNET_CACHE(Params, member) , OpCache<Params>
-  template <class, class... Caches>
-  struct TupleOf {
-    using Type = std::tuple<Caches...>;
-  };
-  TupleOf < void GANNET_FOR_EACH_OP(GANNET_CACHE)
-  > ::Type plans_;
-#undef GANNET_CACHE
 };
 
 }  // namespace attention

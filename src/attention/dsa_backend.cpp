@@ -45,6 +45,18 @@ class DsaBackend final : public AttentionBackend {
     dense_.on_prepare();
     core_.prepare(step);
   }
+  void capture(const CaptureShape& shape) override {
+    dense_.on_prepare();
+    core_.capture(shape);
+  }
+  void refresh(const BatchStep& step, int32_t num_requests) override {
+    dense_.on_prepare();
+    core_.refresh(step, num_requests);
+  }
+  void advance(const DraftAdvance& advance) override {
+    dense_.on_prepare();
+    core_.advance(advance);
+  }
   const StepPlan& step() const override { return core_.step("step"); }
   void write(int32_t layer, StepRows rows, const KvRows& kv) override { core_.write("write", layer, rows, kv); }
 
