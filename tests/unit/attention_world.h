@@ -19,6 +19,7 @@
 #include "core/implementation.h"
 #include "gannet/attention.h"
 #include "gannet/kv_pool.h"
+#include "gannet/ops.h"
 
 namespace gannet_test {
 
@@ -114,6 +115,7 @@ struct WorldOptions {
   AttentionArch arch = AttentionArch::kMla;
   DType dtype = DType::kF32;  ///< activations
   LatentFormat latent_format = LatentFormat::kF32;
+  float latent_scale = 0.0f;  ///< kE4m3 only
   IndexKFormat index_format = IndexKFormat::kF32;
   int32_t num_heads = 2;
   int32_t page_size = 64;
@@ -144,7 +146,8 @@ class World {
                                                             .format = o.latent_format,
                                                             .geometry = {kR, kP},
                                                             .num_pages = num_pages,
-                                                            .page_size = o.page_size},
+                                                            .page_size = o.page_size,
+                                                            .scale = o.latent_scale},
                                           memory);
     if (o.arch == AttentionArch::kDsa)
       index = std::make_unique<IndexKPool>(IndexKPoolOptions{.layers = {0},
@@ -509,6 +512,14 @@ class World {
     const float* t = token(id, position);
     for (int32_t l = 0; l < kLayers; ++l) {
       const LatentCacheView c = latent->layer(l);
+      if (c.format != LatentFormat::kF32 && c.format != LatentFormat::kBf16) {
+        const auto slot32 = static_cast<int32_t>(slot);
+        run_once(Context{}, LatentWrite{.latent = gannet::view(t, {1, kR}),
+                                        .rope = gannet::view(t + kR, {1, kP}),
+                                        .slots = gannet::view(&slot32, {1}),
+                                        .cache = c});
+        continue;
+      }
       std::byte* row = c.row(slot, latent_row_bytes(c.format, c.geometry));
       for (int32_t d = 0; d < kR + kP; ++d) put(row, c.format == LatentFormat::kF32, d, t[d]);
     }
