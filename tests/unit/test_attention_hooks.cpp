@@ -4,6 +4,8 @@
 
 #include <chrono>
 #include <iostream>
+#include <optional>
+#include <set>
 #include <thread>
 
 #include "gannet/layer_gate.h"
@@ -227,9 +229,9 @@ bool rows_are_there(const World& w, int32_t layer) {
   return true;
 }
 
-/// Keeps the records of a world's backend.
+/// Keeps the records of a world's backend, for as long as it lives itself.
 struct Records {
-  explicit Records(World& w) {
+  explicit Records(World& w) : world(w) {
     w.backend->set_layer_hooks({.record =
                                     [this, &w](int32_t layer, LayerRecord r) {
                                       all.emplace_back(layer, r);
@@ -239,7 +241,14 @@ struct Records {
                                     },
                                 .wait = {}});
   }
+  ~Records() {
+    if (world.backend != nullptr) world.backend->set_layer_hooks({});
+  }
+  Records(const Records&) = delete;
+  Records& operator=(const Records&) = delete;
+
   using All = std::vector<std::pair<int32_t, LayerRecord>>;
+  World& world;
   All all;
 };
 
@@ -410,15 +419,21 @@ TEST_P(EveryPath, WaitsForALayerThatIsBroughtIn) {
       take(bytes_of(w.latent->layer(layer)));
       if (w.index != nullptr && w.index->has_layer(layer)) take(bytes_of(w.index->layer(layer)));
       gate.close(layer);
-      std::thread loader([&] {
+      // Joins however the test is left: a thread that is still running would end the program.
+      struct Joined {
+        ~Joined() { thread.join(); }
+        std::thread thread;
+      };
+      std::optional<Joined> loader;
+      loader.emplace(std::thread([&] {
         for (const auto& [bytes, saved] : planes) {
           std::this_thread::sleep_for(std::chrono::milliseconds(3));
           std::copy(saved.begin(), saved.end(), bytes.begin());
         }
         gate.open(layer);
-      });
+      }));
       const Outputs late = path.run(w);
-      loader.join();
+      loader.reset();
       ASSERT_EQ(late.size(), expected.size());
       for (size_t i = 0; i < late.size(); ++i) EXPECT_TRUE(same_bits(late[i], expected[i])) << "output " << i;
     }
@@ -442,6 +457,7 @@ TEST_P(EveryPath, TouchesNothingOfALayerThatDoesNotCome) {
     EXPECT_THROW(path.run(w), std::runtime_error);
     size_t i = 0;
     each([&](std::span<std::byte> b) { EXPECT_TRUE(std::equal(b.begin(), b.end(), before[i++].begin())); });
+    w.backend->set_layer_hooks({});
     EXPECT_EQ(records, 0);
   }
 }
