@@ -27,6 +27,9 @@ inline namespace v0 {
 
 struct PlanOptions {
   std::string impl = {};  ///< name of the implementation to force; empty: the first that takes the arguments
+  /// Only implementations whose result for a row does not depend on the rest of the batch, bit for bit. All of the CPU
+  /// are; on a GPU the fast ones cut the work of a batch into equal parts and are not.
+  bool batch_invariant = false;
 };
 
 /// Base pointers must be multiples of this, in bytes; workspaces too.
@@ -61,7 +64,8 @@ struct ImplInfo {
   std::string op;    ///< "mla_decode"
   std::string name;  ///< "avx512_bf16"
   DeviceKind device;
-  bool runs_here;  ///< the machine has what it needs and it was compiled
+  bool runs_here;        ///< the machine has what it needs and it was compiled
+  bool batch_invariant;  ///< see PlanOptions
 };
 
 /// All implementations of one operation in order of preference; the fp64 oracle "ref" is last and only runs when

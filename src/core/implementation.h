@@ -37,6 +37,8 @@ struct ImplementationSet {
   bool only_when_forced;  ///< the oracle: too slow to be anybody's choice
   bool compiled;          ///< false in a stub
   bool (*runs_here)();    ///< the machine has the instructions, the driver ...
+  /// A row's bits depend on that row alone. False where how work is cut depends on the batch, for speed.
+  bool batch_invariant = true;
 #define GANNET_MEMBER(Params, member) Implementation<Params> member{};
   GANNET_FOR_EACH_OP(GANNET_MEMBER)
 #undef GANNET_MEMBER
@@ -60,6 +62,12 @@ namespace cpu {
 const ImplementationSet& portable_set() noexcept;     // src/cpu/portable/set.cpp
 const ImplementationSet& avx512_bf16_set() noexcept;  // src/cpu/avx512_bf16/set.cpp, or its stub in src/cpu/no_x86.cpp
 }  // namespace cpu
+namespace cuda {
+// src/cuda/<name>/set.cpp, or the stubs in src/cuda/no_cuda.cpp
+const ImplementationSet& sm90_set() noexcept;
+const ImplementationSet& mma_set() noexcept;
+const ImplementationSet& generic_set() noexcept;
+}  // namespace cuda
 namespace ref {
 const ImplementationSet& oracle_set() noexcept;  // src/ref/set_ref.cpp
 }  // namespace ref

@@ -32,7 +32,8 @@ inline constexpr size_t kWorkspaceAlignment = 64;  // a cache line and a zmm reg
 namespace detail {
 
 template <class Params>
-const ImplementationSet& choose(const Params& p, Device device, const std::string& forced) {
+const ImplementationSet& choose(const Params& p, Device device, const PlanOptions& options) {
+  const std::string& forced = options.impl;
   std::string reasons;
   for (const ImplementationSet* set : implementation_sets()) {
     if (forced.empty() ? set->only_when_forced : forced != set->name) continue;
@@ -41,6 +42,7 @@ const ImplementationSet& choose(const Params& p, Device device, const std::strin
     if (set->device != device.kind) reason = fmt::format("works on {} only", to_string(Device{set->device, 0}));
     else if (!set->compiled) reason = "not part of this build";
     else if (!set->runs_here()) reason = "this machine lacks its instructions";
+    else if (options.batch_invariant && !set->batch_invariant) reason = "its bits depend on the batch";
     else if (entry.run == nullptr) reason = "does not offer this operation";
     else if (entry.refuses != nullptr) reason = entry.refuses(p);
     if (reason.empty()) return *set;
@@ -62,7 +64,7 @@ OpPlan<Params>::OpPlan(const Context& context, const Params& params, const PlanO
     : context_(&context), planned_(params), implementation_(nullptr), workspace_bytes_(0) {
   check(params);
   const Device device = check_common(params);
-  const ImplementationSet& set = detail::choose(params, device, options.impl);
+  const ImplementationSet& set = detail::choose(params, device, options);
   implementation_ = &set;
   const Implementation<Params>& entry = entry_of<Params>(set);
   const int workers = context.executor != nullptr ? context.executor->num_workers() : 1;
@@ -105,7 +107,7 @@ std::vector<ImplInfo> list_implementations() {
   std::vector<ImplInfo> infos;
   for (const ImplementationSet* set : implementation_sets()) {
     if (entry_of<Params>(*set).run == nullptr && set->compiled) continue;
-    infos.push_back({Params::kName, set->name, set->device, set->compiled && set->runs_here()});
+    infos.push_back({Params::kName, set->name, set->device, set->compiled && set->runs_here(), set->batch_invariant});
   }
   return infos;
 }

@@ -227,11 +227,11 @@ void verify_mla_decode(Recorder& r) {
       const DecodeProblem other = make_decode(shuffled, o);
       Case order = c;
       order.case_class = "page order";
-      check_same<MlaDecode>(r, order, {base.params, other.params}, all_bytes);
+      check_same<MlaDecode>(r, order, {base.params, other.params}, all_bytes, true);
     }
     Case alone = c;
     alone.case_class = "rows alone";
-    for_each_impl(r, alone, base.params, [&](const std::string& impl) {
+    for_each_invariant_impl(r, alone, base.params, [&](const std::string& impl) {
       const Outputs batch = run(base.params, {.impl = impl});
       for (int64_t row = 0; row < base.paged.num_rows; ++row) {
         const Paged one = base.paged.alone(row);
@@ -406,11 +406,11 @@ void verify_sparse_attention(Recorder& r) {
       const SparseProblem other = make_sparse(shuffled, o, list);
       Case order = c;
       order.case_class = "page order";
-      check_same<SparseAttention>(r, order, {base.params, other.params}, all_bytes);
+      check_same<SparseAttention>(r, order, {base.params, other.params}, all_bytes, true);
     }
     Case alone = c;
     alone.case_class = "rows alone";
-    for_each_impl(r, alone, base.params, [&](const std::string& impl) {
+    for_each_invariant_impl(r, alone, base.params, [&](const std::string& impl) {
       const Outputs batch = run(base.params, {.impl = impl});
       for (int64_t row = 0; row < base.decode.paged.num_rows; ++row) {
         SparseAttention p = base.params;

@@ -1,3 +1,4 @@
+#include "verify/device_mirror.h"
 #include "verify/problem.h"
 
 #include <algorithm>
@@ -413,6 +414,17 @@ size_t extent_of(const TensorView& v) {
 
 }  // namespace
 
+namespace {
+/// Where the implementation of that name works; the CPU for an empty or unknown name.
+template <class Params>
+DeviceKind device_of(const std::string& impl) {
+  for (const ImplInfo& info : list_implementations<Params>()) {
+    if (info.name == impl) return info.device;
+  }
+  return DeviceKind::kCpu;
+}
+}  // namespace
+
 template <class Params>
 Outputs run(const Params& params, const RunOptions& options) {
   Params p = params;
@@ -452,12 +464,19 @@ Outputs run(const Params& params, const RunOptions& options) {
   }
 
   const Context context{.executor = pool_of(options.num_workers), .log = {}};
-  const OpPlan<Params> plan(context, p, {.impl = options.impl});
-  Buffer workspace(plan.workspace_bytes());
-  plan.run(p, {workspace.data(), workspace.size()});
-
   Outputs result;
-  if (!workspace.guards_intact()) result.fault = "bytes outside the workspace were written";
+  if (device_of<Params>(options.impl) == DeviceKind::kCuda) {
+    DeviceMirror mirror;
+    const Params there = mirror.to_device(p);
+    const OpPlan<Params> plan(context, there, {.impl = options.impl});
+    plan.run(there, mirror.scratch(plan.workspace_bytes()));
+    mirror.copy_back();
+  } else {
+    const OpPlan<Params> plan(context, p, {.impl = options.impl});
+    Buffer workspace(plan.workspace_bytes());
+    plan.run(p, {workspace.data(), workspace.size()});
+    if (!workspace.guards_intact()) result.fault = "bytes outside the workspace were written";
+  }
   for (const Rebound& o : outputs) {
     if (!o.buffer->guards_intact()) result.fault = "bytes outside " + o.name + " were written";
     const size_t element = size_of(o.view.dtype);

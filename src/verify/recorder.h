@@ -3,6 +3,7 @@
 
 #include <map>
 
+#include "verify/device_mirror.h"
 #include "verify/problem.h"
 #include "verify/verify.h"
 
@@ -58,7 +59,7 @@ void for_each_impl(Recorder& r, const Case& c, const Params& params, F&& f) {
   for (const ImplInfo& info : list_implementations<Params>()) {
     if (info.name == "ref" || !info.runs_here || !r.wants_impl(info.name)) continue;
     try {
-      const OpPlan<Params> plan(Context{}, params, {.impl = info.name});
+      const OpPlan<Params> plan(Context{}, placed_on(info.device, params), {.impl = info.name});
     } catch (const Error& e) {
       if (e.code() != ErrorCode::kUnsupported) throw;
       r.refuse(c, info.name, e.what());
@@ -66,6 +67,18 @@ void for_each_impl(Recorder& r, const Case& c, const Params& params, F&& f) {
     }
     f(info.name);
   }
+}
+
+/// The same, leaving out those that do not promise a row's bits to be independent of the batch; that is noted.
+template <class Params, class F>
+void for_each_invariant_impl(Recorder& r, const Case& c, const Params& params, F&& f) {
+  for_each_impl(r, c, params, [&](const std::string& impl) {
+    for (const ImplInfo& info : list_implementations<Params>()) {
+      if (info.name != impl) continue;
+      if (info.batch_invariant) f(impl);
+      else r.refuse(c, impl, c.case_class + ": its bits depend on the batch");
+    }
+  });
 }
 
 /// One case: the oracle once, then every implementation.
@@ -83,18 +96,20 @@ void check_case(Recorder& r, const Case& c, const Params& params, const Compare&
 }
 
 /// Bit for bit the same result for all of `variants` of one problem, and for 1, 2, 3 and 7 workers on the first.
-/// `pick` takes from the outputs what must agree.
+/// `pick` takes from the outputs what must agree. `across_batches`: the variants are other tables or batches.
 template <class Params>
 void check_same(Recorder& r, const Case& c, const std::vector<Params>& variants,
-                const std::function<std::vector<std::byte>(const Outputs&)>& pick) {
-  for_each_impl(r, c, variants[0], [&](const std::string& impl) {
+                const std::function<std::vector<std::byte>(const Outputs&)>& pick, bool across_batches = false) {
+  const auto compare = [&](const std::string& impl) {
     const std::vector<std::byte> first = pick(run(variants[0], {.impl = impl}));
     for (size_t i = 1; i < variants.size(); ++i) {
       Worst worst;
       worst.see(pick(run(variants[i], {.impl = impl})) == first ? 0.0 : 1.0, 0.0, "variant " + std::to_string(i));
       r.add(c, impl, worst);
     }
-  });
+  };
+  if (across_batches) for_each_invariant_impl(r, c, variants[0], compare);
+  else for_each_impl(r, c, variants[0], compare);
 }
 
 template <class Params>

@@ -1,0 +1,39 @@
+// CUDA calls as exceptions, and the device that a call runs on. Host code only.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace gannet {
+inline namespace v0 {
+namespace cuda {
+
+/// Throws Error(kDevice) naming the call. Apart in check.cpp: nvcc does not take fmt's compile-time format checks.
+[[noreturn]] void fail_cuda(cudaError_t status, const char* function, const char* call);
+
+inline void check(cudaError_t status, const char* function, const char* call) {
+  if (status != cudaSuccess) fail_cuda(status, function, call);
+}
+#define GANNET_CUDA(function, call) ::gannet::cuda::check((call), function, #call)
+
+/// Makes `index` the current device of this thread for the life of the guard; restores the caller's.
+class DeviceGuard {
+ public:
+  DeviceGuard(const char* function, int index) {
+    GANNET_CUDA(function, cudaGetDevice(&before_));
+    if (before_ != index) GANNET_CUDA(function, cudaSetDevice(index));
+    changed_ = before_ != index;
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+}  // namespace cuda
+}  // namespace v0
+}  // namespace gannet

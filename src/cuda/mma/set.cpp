@@ -1,0 +1,53 @@
+// The set "cuda_mma": tensor cores of sm_80 and newer.
+#include "cuda/mma/set.h"
+#include "core/format.h"
+#include "cuda/common/check.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace cuda {
+
+namespace {
+
+template <class Params>
+std::string refuses_absorbed(const Params& p) {
+  if (p.q.dtype != DType::kBf16) return fmt::format("q is {}; accepted: bf16", to_string(p.q.dtype));
+  const LatentFormat f = p.cache.format;
+  if (f != LatentFormat::kBf16 && f != LatentFormat::kE4m3 && f != LatentFormat::kPacked656)
+    return fmt::format("the cache is {}; accepted: bf16, e4m3, packed656", to_string(f));
+  const RowGeometry g = p.cache.geometry;
+  if (g.latent_dim != 512 || g.rope_dim != 64)
+    return fmt::format("rows are {} + {} wide; accepted: 512 + 64", g.latent_dim, g.rope_dim);
+  return {};
+}
+
+std::string refuses_dense(const MlaDecode& p) {
+  if (p.rows.cu_q_lens.given()) return "cu_q_lens is given; accepted: q_len rows for each request";
+  return refuses_absorbed(p);
+}
+
+}  // namespace
+
+const ImplementationSet& mma_set() noexcept {
+  static const ImplementationSet set = {
+      .name = "cuda_mma",
+      .device = DeviceKind::kCuda,
+      .only_when_forced = false,
+      .compiled = true,
+      .runs_here =
+          [] {
+            int count = 0, major = 0;
+            return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
+                   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major >= 8;
+          },
+      .batch_invariant = false,
+      .mla_decode = {refuses_dense, mma::workspace_mla_decode, mma::run_mla_decode},
+      .sparse_attention = {refuses_absorbed<SparseAttention>, mma::workspace_sparse_attention,
+                           mma::run_sparse_attention},
+  };
+  return set;
+}
+
+}  // namespace cuda
+}  // namespace v0
+}  // namespace gannet

@@ -1,0 +1,122 @@
+// Launches the Hopper kernel of absorbed attention: the shape of the schedule and its scratch.
+#include <algorithm>
+
+#include "cuda/common/check.h"
+#include "cuda/sm90/absorbed.cuh"
+#include "cuda/sm90/set.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace cuda {
+namespace sm90 {
+
+namespace {
+
+struct Shape {
+  int64_t num_groups, lanes_per_group, num_rows;
+};
+
+Shape shape_of(const MlaDecode& p) { return {p.rows.seq_lens.shape[0], p.q.shape[1] * p.rows.q_len, p.q.shape[0]}; }
+Shape shape_of(const SparseAttention& p) { return {p.q.shape[0], p.q.shape[1], p.q.shape[0]}; }
+
+/// Scratch: which groups were cut, and two partial results a part.
+struct Layout {
+  int num_parts, lane_blocks;
+  int64_t partials;  // lanes of partial results
+  size_t cut_bytes, partial_bytes, lse_bytes;
+  size_t total() const { return cut_bytes + partial_bytes + lse_bytes; }
+};
+
+Layout layout_of(const char* function, const Shape& s, int device) {
+  int sms = 0;
+  GANNET_CUDA(function, cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+  Layout l{};
+  l.lane_blocks = static_cast<int>((s.lanes_per_group + kLanes - 1) / kLanes);
+  l.num_parts = std::clamp(sms / l.lane_blocks, 1, kMaxParts);
+  l.partials = int64_t{2} * l.num_parts * l.lane_blocks * kLanes;
+  l.cut_bytes = 2 * kMaxParts * sizeof(int);
+  l.partial_bytes = static_cast<size_t>(l.partials) * kLatent * sizeof(float);
+  l.lse_bytes = static_cast<size_t>(l.partials) * sizeof(float);
+  return l;
+}
+
+template <class Params>
+void fill_common(Common& c, const Params& p) {
+  c.q = static_cast<const uint16_t*>(p.q.data);
+  c.q_row_stride = p.q.stride[0];
+  c.q_head_stride = p.q.stride[1];
+  c.num_heads = static_cast<int>(p.q.shape[1]);
+  c.num_rows = p.q.shape[0];
+  c.cache = p.cache;
+  c.softmax_scale = p.softmax_scale;
+  c.out = p.out.data;
+  c.out_dtype = p.out.dtype;
+  c.out_row_stride = p.out.stride[0];
+  c.out_head_stride = p.out.stride[1];
+  c.lse = p.lse.given() ? static_cast<float*>(p.lse.data) : nullptr;
+  c.lse_row_stride = p.lse.given() ? p.lse.stride[0] : 0;
+}
+
+template <class Problem>
+void launch(const char* function, Problem& p, const Shape& s, Device device, const RunContext& c) {
+  const DeviceGuard guard(function, device.index);
+  const Layout l = layout_of(function, s, device.index);
+  p.partial = reinterpret_cast<float*>(c.workspace + l.cut_bytes);
+  p.partial_lse = reinterpret_cast<float*>(c.workspace + l.cut_bytes + l.partial_bytes);
+  Schedule schedule{};
+  schedule.cut_group = reinterpret_cast<int*>(c.workspace);
+  schedule.cut_parts = schedule.cut_group + kMaxParts;
+  schedule.num_parts = l.num_parts;
+  schedule.lane_blocks = l.lane_blocks;
+  schedule.num_groups = static_cast<int>(s.num_groups);
+  const auto stream = static_cast<cudaStream_t>(c.stream.handle);
+  GANNET_CUDA(function, cudaFuncSetAttribute(absorbed_kernel<Problem>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             kSharedBytes));
+  absorbed_kernel<Problem>
+      <<<static_cast<unsigned>(l.num_parts * l.lane_blocks), kThreads, kSharedBytes, stream>>>(p, schedule);
+  GANNET_CUDA(function, cudaGetLastError());
+  // The merge's launch overlaps the end of the attention; it waits for the results on the device.
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(l.num_parts * l.lane_blocks * (kLanes / kCombineLanes)));
+  config.blockDim = dim3(kCombineThreads);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  GANNET_CUDA(function, cudaLaunchKernelEx(&config, combine_kernel<Problem>, static_cast<const Problem&>(p), schedule));
+}
+
+}  // namespace
+
+size_t workspace_mla_decode(const MlaDecode& p, int) {
+  return layout_of(MlaDecode::kName, shape_of(p), p.q.device.index).total();
+}
+size_t workspace_sparse_attention(const SparseAttention& p, int) {
+  return layout_of(SparseAttention::kName, shape_of(p), p.q.device.index).total();
+}
+
+void run_mla_decode(const MlaDecode& p, const RunContext& c) {
+  Dense d{};
+  fill_common(d, p);
+  d.rows = make_rows(p.rows);
+  d.pages = make_pages(p.pages);
+  d.max_q_len = p.rows.q_len;
+  launch(MlaDecode::kName, d, shape_of(p), p.q.device, c);
+}
+
+void run_sparse_attention(const SparseAttention& p, const RunContext& c) {
+  Sparse s{};
+  fill_common(s, p);
+  s.slots = static_cast<const int32_t*>(p.topk_slots.data);
+  s.lens = p.topk_lens.given() ? static_cast<const int32_t*>(p.topk_lens.data) : nullptr;
+  s.slots_row_stride = p.topk_slots.stride[0];
+  s.list_width = p.topk_slots.shape[1];
+  launch(SparseAttention::kName, s, shape_of(p), p.q.device, c);
+}
+
+}  // namespace sm90
+}  // namespace cuda
+}  // namespace v0
+}  // namespace gannet

@@ -1,0 +1,59 @@
+// Arguments on the host, run on a CUDA device: memory is copied there, the operation runs, and all of it is copied
+// back, gaps between rows included, so that cases made for host memory, their poison too, serve the device unchanged.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+
+#include "gannet/ops.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace verify {
+
+/// The same arguments as if they lay on a device of that kind, data pointers left alone: enough to plan.
+template <class Params>
+Params placed_on(DeviceKind kind, const Params& params) {
+  Params p = params;
+  Params::for_each_view(p, [&](const char*, TensorView& v) { v.device = {kind, 0}; });
+  if constexpr (requires { p.cache; }) p.cache.device = {kind, 0};
+  return p;
+}
+
+/// Copies of host memory on CUDA device 0. Ranges that overlap on the host overlap there in the same way. In a build
+/// without CUDA every member throws Error(kUnsupported).
+class DeviceMirror {
+ public:
+  DeviceMirror();
+  ~DeviceMirror();
+
+  template <class Params>
+  Params to_device(const Params& host) {
+    Params::for_each_view(host, [&](const char*, const TensorView& v) { note(v.data, extent(v)); });
+    if constexpr (requires { host.cache; }) note(host.cache.data, host.cache.num_pages * host.cache.page_stride_bytes);
+    copy_there();
+    Params p = placed_on(DeviceKind::kCuda, host);
+    Params::for_each_view(p, [&](const char*, TensorView& v) { v.data = on_device(v.data); });
+    if constexpr (requires { p.cache; }) p.cache.data = on_device(p.cache.data);
+    return p;
+  }
+  /// Device memory of that size whose bytes are 0xFF.
+  std::span<std::byte> scratch(size_t bytes);
+  /// Waits for the device, then copies everything back.
+  void copy_back();
+
+ private:
+  struct State;
+
+  static int64_t extent(const TensorView& v);
+  void note(void* data, int64_t bytes);
+  void copy_there();
+  void* on_device(void* host) const;
+
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace verify
+}  // namespace v0
+}  // namespace gannet
