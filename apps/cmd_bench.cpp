@@ -1,10 +1,13 @@
 #include "cmd_bench.h"
 
+#include <algorithm>
 #include <iostream>
 #include <map>
 #include <memory>
 
 #include "bench/bench.h"
+#include "bench/cuda_bench.h"
+#include "gannet/error.h"
 
 namespace {
 
@@ -27,9 +30,20 @@ std::vector<std::string> op_names() {
 void add_bench_command(CLI::App& app) {
   CLI::App* command = app.add_subcommand("bench", "Time the operations against this machine's measured roofs");
   auto options = std::make_shared<gannet::bench::Options>();
-  command->add_option("--op", options->ops, "Operations, separated by commas (default: all)")
-      ->delimiter(',')
-      ->check(CLI::IsMember(op_names()));
+  auto cuda = std::make_shared<gannet::bench::CudaBenchOptions>();
+  auto device = std::make_shared<std::string>("cpu");
+  command->add_option("--device", *device, "cpu, or cuda beside --against")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->capture_default_str();
+  command->add_option("--against", cuda->against,
+                      "With --device cuda: JSON lines of shapes and peers' times; its rows are what is measured");
+  command->add_option("--where", cuda->where, "With --device cuda: only rows with these fields, as in h=16,s_q=1");
+  command->add_option("--every", cuda->every, "With --device cuda: each n-th of these rows")
+      ->check(CLI::Range(1, kMost));
+  command
+      ->add_option("--op", options->ops,
+                   "Operations, separated by commas (default: all); with --device cuda as the file names them")
+      ->delimiter(',');
   command->add_option("--heads", options->grid.heads, "Numbers of heads (default: 128,16; indexer 64,32)")
       ->delimiter(',')
       ->check(CLI::Range(1, kMost));
@@ -80,5 +94,24 @@ void add_bench_command(CLI::App& app) {
       ->check(CLI::Range(0.0, 3600.0))
       ->capture_default_str();
   command->add_option("--json", options->json_file, "Append one JSON line a row to this file");
-  command->callback([options] { gannet::bench::run(*options, std::cout, std::cerr); });
+  command->callback([options, cuda, device] {
+    if (*device == "cuda") {
+      cuda->ops = options->ops;
+      cuda->impl = options->impl;
+      cuda->json = options->json_file;
+      if (gannet::bench::run_cuda_bench(*cuda) != 0)
+        throw gannet::Error(gannet::ErrorCode::kInvalidArgument,
+                            "[bench] no row of --against was selected by --op and --where");
+      return;
+    }
+    const std::vector<std::string> known = op_names();
+    for (const std::string& op : options->ops) {
+      if (std::find(known.begin(), known.end(), op) == known.end()) {
+        std::string names;
+        for (const std::string& name : known) names += (names.empty() ? "" : ", ") + name;
+        throw gannet::Error(gannet::ErrorCode::kInvalidArgument, "[bench] --op is \"" + op + "\"; accepted: " + names);
+      }
+    }
+    gannet::bench::run(*options, std::cout, std::cerr);
+  });
 }

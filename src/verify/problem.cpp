@@ -1,5 +1,5 @@
-#include "verify/device_mirror.h"
 #include "verify/problem.h"
+#include "verify/device_mirror.h"
 
 #include <algorithm>
 #include <cmath>

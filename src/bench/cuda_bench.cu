@@ -1,0 +1,526 @@
+// Timing: a CUDA graph of many calls over `sets` distinct sets of buffers (as many as the row of the peer says, so that
+// both find the same part of their data in the L2), replayed with events around each replay; the median replay divided
+// by its calls. Data is random; page tables are permuted.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <random>
+
+#include <nlohmann/json.hpp>
+
+#include "bench/cuda_bench.h"
+#include "bench_commit.h"
+#include "cuda/common/check.h"
+#include "cuda/common/convert.cuh"
+#include "gannet/ops.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace bench {
+
+namespace {
+
+using nlohmann::json;
+constexpr const char* kName = "bench";
+constexpr int kLatent = 512, kRope = 64, kWidth = kLatent + kRope, kIndexDim = 128, kPage = 64;
+
+// ---- device memory with random contents -----------------------------------------------------------------------
+
+__device__ uint32_t mix(uint64_t x) {  // a few rounds of multiply and shift: enough for data that no kernel can guess
+  x ^= x >> 33;
+  x *= 0xff51afd7ed558ccdull;
+  x ^= x >> 33;
+  x *= 0xc4ceb9fe1a85ec53ull;
+  return static_cast<uint32_t>(x >> 32);
+}
+/// About normal with deviation 1: the sum of four uniform numbers, scaled.
+__device__ float about_normal(uint64_t i, uint64_t seed) {
+  const uint32_t a = mix(i * 2 + seed), b = mix(i * 2 + 1 + seed);
+  const float s = static_cast<float>(a & 0xffff) + static_cast<float>(a >> 16) + static_cast<float>(b & 0xffff) +
+                  static_cast<float>(b >> 16);
+  return (s / 65536.0f - 2.0f) * 1.7320508f;
+}
+__global__ void fill_kernel(void* p, DType t, int64_t n, uint64_t seed, float scale) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x) {
+    const float x = about_normal(i, seed) * scale;
+    if (t == DType::kF32) static_cast<float*>(p)[i] = x;
+    else if (t == DType::kBf16) static_cast<uint16_t*>(p)[i] = cuda::float_to_bf16(x);
+    else static_cast<uint8_t*>(p)[i] = cuda::float_to_e4m3(x);
+  }
+}
+/// Rows of 656 bytes: e4m3 values, four scales that are powers of two, bf16 rope.
+__global__ void fill_packed_kernel(unsigned char* p, int64_t rows, uint64_t seed) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < rows * kWidth;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    unsigned char* row = p + i / kWidth * 656;
+    const int d = static_cast<int>(i % kWidth);
+    const float x = about_normal(i, seed);
+    if (d < kLatent) row[d] = cuda::float_to_e4m3(x * 64.0f);
+    else reinterpret_cast<uint16_t*>(row + kLatent + 16)[d - kLatent] = cuda::float_to_bf16(x);
+    if (d < 4) reinterpret_cast<float*>(row + kLatent)[d] = 1.0f / 64.0f;
+  }
+}
+/// Scores as top-k meets them: normal; narrow (all in [1, 1.245)); ties (few distinct values).
+__global__ void fill_scores_kernel(float* p, int64_t n, uint64_t seed, int kind) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x) {
+    const float u = static_cast<float>(mix(i + seed) >> 8) * 0x1p-24f;
+    p[i] = kind == 0 ? about_normal(i, seed) : kind == 1 ? 1.0f + 0.245f * u : floorf(u * 64.0f);
+  }
+}
+
+class Memory {
+ public:
+  ~Memory() { release(); }
+  void release() {
+    for (void* p : blocks_) cudaFree(p);
+    blocks_.clear();
+  }
+  void* raw(size_t bytes) {
+    void* p = nullptr;
+    GANNET_CUDA(kName, cudaMalloc(&p, std::max<size_t>(bytes, 256)));
+    blocks_.push_back(p);
+    return p;
+  }
+  TensorView random(DType t, std::initializer_list<int64_t> shape, float scale = 1.0f) {
+    TensorView v = view(nullptr, t, shape, device());
+    v.data = raw(static_cast<size_t>(v.num_elements()) * size_of(t));
+    fill_kernel<<<1024, 256>>>(v.data, t, v.num_elements(), ++seed_ << 40, scale);
+    GANNET_CUDA(kName, cudaGetLastError());
+    return v;
+  }
+  TensorView empty(DType t, std::initializer_list<int64_t> shape) {
+    TensorView v = view(nullptr, t, shape, device());
+    v.data = raw(static_cast<size_t>(v.num_elements()) * size_of(t));
+    return v;
+  }
+  TensorView ints(const std::vector<int32_t>& host, std::initializer_list<int64_t> shape) {
+    TensorView v = empty(DType::kI32, shape);
+    GANNET_CUDA(kName, cudaMemcpy(v.data, host.data(), host.size() * 4, cudaMemcpyHostToDevice));
+    return v;
+  }
+  uint64_t next_seed() { return ++seed_ << 40; }
+  void set_device(int index) { index_ = index; }
+  Device device() const { return {DeviceKind::kCuda, index_}; }
+
+ private:
+  std::vector<void*> blocks_;
+  uint64_t seed_ = 1;
+  int index_ = 0;
+};
+
+// ---- problems ---------------------------------------------------------------------------------------------------
+
+/// A row of the peers' file made into calls: one for each set of buffers, and what a call costs by arithmetic.
+struct Problem {
+  std::vector<std::function<void(cudaStream_t)>> calls;
+  std::string impl;
+  double flops = 0, bytes = 0;
+};
+
+struct Maker {
+  Memory& memory;
+  const Context& context;
+  PlanOptions options;
+  std::mt19937 rng{7};
+
+  template <class Params>
+  void add(Problem& problem, std::shared_ptr<OpPlan<Params>>& plan, std::span<std::byte>& workspace, const Params& p) {
+    if (!plan) {
+      plan = std::make_shared<OpPlan<Params>>(context, p, options);
+      workspace = {static_cast<std::byte*>(memory.raw(plan->workspace_bytes())), plan->workspace_bytes()};
+      problem.impl = plan->impl();
+    }
+    problem.calls.push_back([plan, workspace, p](cudaStream_t s) { plan->run(p, workspace, Stream{s}); });
+  }
+
+  LatentCacheView latent_cache(LatentFormat format, int64_t pages) {
+    LatentCacheView c;
+    c.format = format;
+    c.num_pages = pages;
+    c.page_size = kPage;
+    c.page_stride_bytes = kPage * latent_row_bytes(format, c.geometry);
+    c.scale = format == LatentFormat::kE4m3 ? 1.0f / 64.0f : 0.0f;
+    c.device = memory.device();
+    if (format == LatentFormat::kPacked656) {
+      c.data = memory.raw(static_cast<size_t>(pages * c.page_stride_bytes));
+      fill_packed_kernel<<<1024, 256>>>(static_cast<unsigned char*>(c.data), pages * kPage, memory.next_seed());
+      GANNET_CUDA(kName, cudaGetLastError());
+    } else {
+      const bool narrow = format == LatentFormat::kE4m3;
+      c.data = memory.random(narrow ? DType::kE4m3 : DType::kBf16, {pages * kPage, kWidth}, narrow ? 64.0f : 1.0f).data;
+    }
+    return c;
+  }
+
+  /// A permuted table for these lengths over pages 0..n-1; returns it and n.
+  std::pair<TensorView, int64_t> table(const std::vector<int32_t>& lens) {
+    int64_t total = 0, widest = 1;
+    for (const int32_t l : lens) {
+      total += (l + kPage - 1) / kPage;
+      widest = std::max<int64_t>(widest, (l + kPage - 1) / kPage);
+    }
+    std::vector<int32_t> ids(static_cast<size_t>(total));
+    std::iota(ids.begin(), ids.end(), 0);
+    std::shuffle(ids.begin(), ids.end(), rng);
+    std::vector<int32_t> cells(lens.size() * static_cast<size_t>(widest), 0);
+    size_t next = 0;
+    for (size_t i = 0; i < lens.size(); ++i)
+      for (int32_t j = 0; j < (lens[i] + kPage - 1) / kPage; ++j)
+        cells[i * static_cast<size_t>(widest) + static_cast<size_t>(j)] = ids[next++];
+    return {memory.ints(cells, {static_cast<int64_t>(lens.size()), widest}), total};
+  }
+
+  static std::vector<int32_t> lens_of(const json& row, int64_t batch, const char* key) {
+    if (row.contains("lens")) return row["lens"].get<std::vector<int32_t>>();
+    return std::vector<int32_t>(static_cast<size_t>(batch), row[key].get<int32_t>());
+  }
+
+  Problem dense_decode(const json& row, LatentFormat format) {
+    const int64_t b = row["b"], h = row["h"], s = row["s_q"];
+    const std::vector<int32_t> lens = lens_of(row, b, "kv");
+    Problem problem;
+    std::shared_ptr<OpPlan<MlaDecode>> plan;
+    std::span<std::byte> workspace;
+    double keys = 0;
+    for (const int32_t l : lens) keys += l;
+    for (int64_t set = 0; set < row.value("sets", 1); ++set) {
+      MlaDecode p;
+      auto [pages, count] = table(lens);
+      p.q = memory.random(DType::kBf16, {b * s, h, kWidth});
+      p.cache = latent_cache(format, count);
+      p.pages = PageTableView::padded(pages);
+      p.rows.seq_lens = memory.ints(lens, {b});
+      p.rows.q_len = static_cast<int32_t>(s);
+      p.out = memory.empty(DType::kBf16, {b * s, h, kLatent});
+      p.lse = memory.empty(DType::kF32, {b * s, h});
+      p.softmax_scale = 0.0721688f;
+      add(problem, plan, workspace, p);
+    }
+    problem.flops = 2.0 * static_cast<double>(h * s) * keys * (kWidth + kLatent);
+    problem.bytes = keys * static_cast<double>(latent_row_bytes(format, {})) +
+                    static_cast<double>(b * s * h) * 2 * (kWidth + kLatent);
+    return problem;
+  }
+
+  Problem sparse(const json& row, LatentFormat format, int64_t rows, int64_t slots) {
+    const int64_t h = row["h"], k = row["topk"];
+    Problem problem;
+    std::shared_ptr<OpPlan<SparseAttention>> plan;
+    std::span<std::byte> workspace;
+    for (int64_t set = 0; set < row.value("sets", 1); ++set) {
+      SparseAttention p;
+      p.q = memory.random(DType::kBf16, {rows, h, kWidth});
+      p.cache = latent_cache(format, (slots + kPage - 1) / kPage);
+      std::vector<int32_t> list(static_cast<size_t>(rows * k));
+      std::uniform_int_distribution<int32_t> any(0, static_cast<int32_t>(slots - 1));
+      for (int32_t& x : list) x = any(rng);
+      for (int64_t r = 0; r < rows; ++r) std::sort(list.begin() + r * k, list.begin() + (r + 1) * k);
+      p.topk_slots = memory.ints(list, {rows, k});
+      p.out = memory.empty(DType::kBf16, {rows, h, kLatent});
+      p.lse = memory.empty(DType::kF32, {rows, h});
+      p.softmax_scale = 0.0721688f;
+      add(problem, plan, workspace, p);
+    }
+    problem.flops = 2.0 * static_cast<double>(rows * h * k) * (kWidth + kLatent);
+    problem.bytes = static_cast<double>(std::min(rows * k, slots)) * static_cast<double>(latent_row_bytes(format, {})) +
+                    static_cast<double>(rows * h) * 2 * (kWidth + kLatent) + 4.0 * static_cast<double>(rows * k);
+    return problem;
+  }
+
+  Problem logits(const json& row, int64_t b, int64_t rows_each, int64_t kv, bool causal_tail) {
+    const int64_t h = row["h"];
+    const std::vector<int32_t> lens(static_cast<size_t>(b), static_cast<int32_t>(kv));
+    Problem problem;
+    std::shared_ptr<OpPlan<IndexLogits>> plan;
+    std::span<std::byte> workspace;
+    for (int64_t set = 0; set < row.value("sets", 1); ++set) {
+      IndexLogits p;
+      auto [pages, count] = table(lens);
+      p.q = memory.random(DType::kBf16, {b * rows_each, h, kIndexDim});
+      p.weights = memory.random(DType::kF32, {b * rows_each, h});
+      p.cache.num_pages = count;
+      p.cache.page_stride_bytes = kPage * (kIndexDim + 4);
+      p.cache.device = memory.device();
+      p.cache.data = memory.random(DType::kE4m3, {count * kPage * (kIndexDim + 4)}, 64.0f).data;
+      // Scales that are ordinary numbers.
+      fill_scales(p.cache);
+      p.pages = PageTableView::padded(pages);
+      p.rows.seq_lens = memory.ints(lens, {b});
+      p.rows.q_len = static_cast<int32_t>(rows_each);
+      p.rows.bound = causal_tail ? RowBound::kCausalFull : RowBound::kUniformBlock;
+      p.logits = memory.empty(DType::kF32, {b * rows_each, kv});
+      add(problem, plan, workspace, p);
+    }
+    double pairs = static_cast<double>(b * rows_each) * static_cast<double>(kv);
+    if (causal_tail)
+      pairs -= static_cast<double>(b) * static_cast<double>(rows_each) * static_cast<double>(rows_each - 1) / 2;
+    problem.flops = 2.0 * pairs * static_cast<double>(h) * kIndexDim;
+    problem.bytes = static_cast<double>(b * kv) * (kIndexDim + 4) + 4.0 * pairs +
+                    static_cast<double>(b * rows_each * h) * (2 * kIndexDim + 4);
+    return problem;
+  }
+  void fill_scales(const IndexCacheView& c) {
+    std::vector<float> scales(kPage, 1.0f / 64.0f);
+    GANNET_CUDA(kName, cudaMemcpy2D(static_cast<std::byte*>(c.data) + kPage * kIndexDim,
+                                    static_cast<size_t>(c.page_stride_bytes), repeat(scales, c.num_pages).data(),
+                                    kPage * 4, kPage * 4, static_cast<size_t>(c.num_pages), cudaMemcpyHostToDevice));
+  }
+  static std::vector<float> repeat(const std::vector<float>& v, int64_t n) {
+    std::vector<float> all;
+    for (int64_t i = 0; i < n; ++i) all.insert(all.end(), v.begin(), v.end());
+    return all;
+  }
+
+  Problem topk(const json& row) {
+    const int64_t rows = row["rows"], n = row["n"], k = row["k"];
+    const std::string dist = row["dist"];
+    Problem problem;
+    std::shared_ptr<OpPlan<TopK>> plan;
+    std::span<std::byte> workspace;
+    for (int64_t set = 0; set < row.value("sets", 1); ++set) {
+      TopK p;
+      p.logits = memory.empty(DType::kF32, {rows, n});
+      fill_scores_kernel<<<1024, 256>>>(static_cast<float*>(p.logits.data), rows * n, memory.next_seed(),
+                                        dist == "normal"   ? 0
+                                        : dist == "narrow" ? 1
+                                                           : 2);
+      GANNET_CUDA(kName, cudaGetLastError());
+      p.lens = memory.ints(std::vector<int32_t>(static_cast<size_t>(rows), static_cast<int32_t>(n)), {rows});
+      p.positions = memory.empty(DType::kI32, {rows, k});
+      p.counts = memory.empty(DType::kI32, {rows});
+      add(problem, plan, workspace, p);
+    }
+    problem.bytes = 4.0 * static_cast<double>(rows * (n + k));
+    return problem;
+  }
+
+  std::optional<Problem> prefill(const json& row) {
+    if (!row["s"].is_number()) return std::nullopt;  // the lengths of the mixed rows are not in the file
+    const int64_t h = row["h"], b = row["b"], s = row["s"], n = b * s;
+    Problem problem;
+    std::shared_ptr<OpPlan<RaggedPrefill>> plan;
+    std::span<std::byte> workspace;
+    std::vector<int32_t> cu(static_cast<size_t>(b + 1));
+    for (int64_t i = 0; i <= b; ++i) cu[static_cast<size_t>(i)] = static_cast<int32_t>(i * s);
+    RaggedPrefill p;
+    p.q = memory.random(DType::kBf16, {n, h, 192});
+    p.k = memory.random(DType::kBf16, {n, h, 192});
+    p.v = memory.random(DType::kBf16, {n, h, 128});
+    p.cu_q_lens = memory.ints(cu, {b + 1});
+    p.cu_kv_lens = p.cu_q_lens;
+    p.out = memory.empty(DType::kBf16, {n, h, 128});
+    p.lse = memory.empty(DType::kF32, {n, h});
+    p.softmax_scale = 0.0721688f;
+    p.causal = row.value("causal", true);
+    add(problem, plan, workspace, p);
+    const double pairs = static_cast<double>(b * s) * static_cast<double>(p.causal ? (s + 1) / 2.0 : s);
+    problem.flops = 2.0 * static_cast<double>(h) * pairs * (192 + 128);
+    problem.bytes = static_cast<double>(n * h) * 2 * (192 + 192 + 128 + 128);
+    return problem;
+  }
+
+  Problem merge(const json& row) {
+    const int64_t t = row["tokens"], h = row["h"], d = row["d"];
+    Problem problem;
+    std::shared_ptr<OpPlan<MergeState>> plan;
+    std::span<std::byte> workspace;
+    MergeState p;
+    p.out_a = memory.random(DType::kBf16, {t, h, d});
+    p.out_b = memory.random(DType::kBf16, {t, h, d});
+    p.lse_a = memory.random(DType::kF32, {t, h});
+    p.lse_b = memory.random(DType::kF32, {t, h});
+    add(problem, plan, workspace, p);
+    problem.bytes = static_cast<double>(t * h) * (6.0 * static_cast<double>(d) + 12);
+    return problem;
+  }
+
+  std::optional<Problem> make(const json& row) {
+    const std::string op = row["op"];
+    if (op == "dense_decode") return dense_decode(row, LatentFormat::kBf16);
+    if (op == "dense_decode_fp8") return dense_decode(row, LatentFormat::kE4m3);
+    // The peers gather from a pool of the batch's own rows; 65,536 rows a request, as decode at long context has them.
+    if (op == "sparse_decode_bf16" || op == "sparse_decode_fp8") {
+      const int64_t rows = row["b"].get<int64_t>() * row["s_q"].get<int64_t>();
+      return sparse(row, op == "sparse_decode_bf16" ? LatentFormat::kBf16 : LatentFormat::kPacked656, rows,
+                    row["b"].get<int64_t>() * 2048);
+    }
+    if (op == "sparse_prefill") return sparse(row, LatentFormat::kBf16, row["s_q"], row["s_kv"]);
+    if (op == "paged_mqa_logits") return logits(row, row["b"], row["next_n"], row["kv"], true);
+    if (op == "mqa_logits") return logits(row, 1, row["s_q"], row["s_kv"], true);
+    if (op == "topk") return topk(row);
+    if (op == "prefill") return prefill(row);
+    if (op == "merge") return merge(row);
+    return std::nullopt;
+  }
+};
+
+// ---- timing -----------------------------------------------------------------------------------------------------
+
+struct Timing {
+  double median_us = 0, low_us = 0, high_us = 0;
+};
+
+double event_us(cudaEvent_t from, cudaEvent_t to) {
+  float ms = 0;
+  GANNET_CUDA(kName, cudaEventElapsedTime(&ms, from, to));
+  return 1e3 * ms;
+}
+
+std::optional<Timing> time_problem(const Problem& problem, const CudaBenchOptions& o, cudaStream_t stream) {
+  cudaEvent_t from, to;
+  GANNET_CUDA(kName, cudaEventCreate(&from));
+  GANNET_CUDA(kName, cudaEventCreate(&to));
+  problem.calls[0](stream);  // loads the kernel
+  GANNET_CUDA(kName, cudaStreamSynchronize(stream));
+  GANNET_CUDA(kName, cudaEventRecord(from, stream));
+  problem.calls[problem.calls.size() > 1 ? 1 : 0](stream);
+  GANNET_CUDA(kName, cudaEventRecord(to, stream));
+  GANNET_CUDA(kName, cudaEventSynchronize(to));
+  const double once = event_us(from, to);
+  if (once * 1e-3 * (o.replays + 2) > o.max_row_ms) return std::nullopt;
+  constexpr double kGraphUs = 1500;  // long enough that the launch of the graph does not show
+  const int sets = static_cast<int>(problem.calls.size());
+  int calls = std::clamp(static_cast<int>(kGraphUs / once), 1, 400);
+  calls = std::max(calls, std::min(sets, 200));
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  GANNET_CUDA(kName, cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < calls; ++i) problem.calls[static_cast<size_t>(i % sets)](stream);
+  GANNET_CUDA(kName, cudaStreamEndCapture(stream, &graph));
+  GANNET_CUDA(kName, cudaGraphInstantiate(&exec, graph, 0));
+  GANNET_CUDA(kName, cudaGraphLaunch(exec, stream));
+  std::vector<double> us;
+  for (int r = 0; r < o.replays; ++r) {
+    GANNET_CUDA(kName, cudaEventRecord(from, stream));
+    GANNET_CUDA(kName, cudaGraphLaunch(exec, stream));
+    GANNET_CUDA(kName, cudaEventRecord(to, stream));
+    GANNET_CUDA(kName, cudaEventSynchronize(to));
+    us.push_back(event_us(from, to) / calls);
+  }
+  GANNET_CUDA(kName, cudaGraphExecDestroy(exec));
+  GANNET_CUDA(kName, cudaGraphDestroy(graph));
+  GANNET_CUDA(kName, cudaEventDestroy(from));
+  GANNET_CUDA(kName, cudaEventDestroy(to));
+  std::sort(us.begin(), us.end());
+  return Timing{us[us.size() / 2], us.front(), us.back()};
+}
+
+bool selected(const json& row, const CudaBenchOptions& o) {
+  const std::string op = row["op"];
+  if (!o.ops.empty() && std::find(o.ops.begin(), o.ops.end(), op) == o.ops.end()) return false;
+  std::stringstream terms(o.where);
+  std::string term;
+  while (std::getline(terms, term, ',')) {
+    const size_t eq = term.find('=');
+    if (eq == std::string::npos) continue;
+    const std::string key = term.substr(0, eq), value = term.substr(eq + 1);
+    if (!row.contains(key)) return false;
+    const std::string have = row[key].is_string() ? row[key].get<std::string>() : row[key].dump();
+    if (have != value) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+int run_cuda_bench(const CudaBenchOptions& o) {
+  GANNET_CUDA(kName, cudaSetDevice(o.device));
+  cudaDeviceProp properties;
+  GANNET_CUDA(kName, cudaGetDeviceProperties(&properties, o.device));
+  std::ifstream in(o.against);
+  if (!in) throw Error(ErrorCode::kCorruptFile, std::string("[bench] --against is ") + o.against + "; no such file");
+  std::ofstream out;
+  if (!o.json.empty()) out.open(o.json, std::ios::app);
+  cudaStream_t stream;
+  GANNET_CUDA(kName, cudaStreamCreate(&stream));
+  const Context context;
+  struct Summary {
+    std::vector<double> ratios;
+    int left_out = 0;
+  };
+  std::map<std::string, Summary> summaries;
+  std::printf("%s\n%-20s %-44s %-14s %10s %8s %9s %9s %12s %7s\n", properties.name, "op", "shape", "impl", "us",
+              "spread", "TFLOP/s", "GB/s", "best peer us", "ratio");
+  std::string line;
+  int index = 0;
+  while (std::getline(in, line)) {
+    if (line.empty()) continue;
+    const json row = json::parse(line);
+    if (!selected(row, o) || index++ % o.every != 0) continue;
+    json shape = row;
+    for (const char* key : {"op", "peers", "lens", "sets"}) shape.erase(key);
+    Memory memory;
+    memory.set_device(o.device);
+    Maker maker{memory, context, {o.impl}};
+    std::optional<Problem> problem;
+    try {
+      problem = maker.make(row);
+    } catch (const Error& e) {
+      std::printf("%-20s %-44s %s\n", row["op"].get<std::string>().c_str(), shape.dump().c_str(), e.what());
+      continue;
+    }
+    if (!problem) continue;
+    Summary& summary = summaries[row["op"]];
+    const auto timing = time_problem(*problem, o, stream);
+    if (!timing) {
+      ++summary.left_out;
+      continue;
+    }
+    double best = INFINITY;
+    for (const auto& [name, peer] : row["peers"].items())
+      if (peer.value("rows_wrong", 0) == 0) best = std::min(best, peer["us"].get<double>());
+    const double ratio = best / timing->median_us;
+    summary.ratios.push_back(ratio);
+    const double tflops = problem->flops / timing->median_us * 1e-6, gbps = problem->bytes / timing->median_us * 1e-3;
+    std::printf("%-20s %-44s %-14s %10.2f %7.1f%% %9.1f %9.1f %12.2f %7.3f\n", row["op"].get<std::string>().c_str(),
+                shape.dump().c_str(), problem->impl.c_str(), timing->median_us,
+                100 * (timing->high_us - timing->low_us) / timing->median_us, tflops, gbps, best, ratio);
+    if (out) {
+      json j = shape;
+      j["op"] = row["op"];
+      j["impl"] = problem->impl;
+      j["us"] = timing->median_us;
+      j["us_low"] = timing->low_us;
+      j["us_high"] = timing->high_us;
+      j["tflops"] = tflops;
+      j["gbps"] = gbps;
+      j["best_peer_us"] = best;
+      j["commit"] = kCommit;
+      j["machine"] = properties.name;
+      out << j.dump() << "\n";
+    }
+  }
+  for (const auto& [op, s] : summaries) {
+    if (s.ratios.empty()) {
+      std::printf("%-20s no rows measured, %d left out as too slow\n", op.c_str(), s.left_out);
+      continue;
+    }
+    double log_sum = 0, worst = INFINITY;
+    int below = 0;
+    for (const double r : s.ratios) {
+      log_sum += std::log(r);
+      worst = std::min(worst, r);
+      below += r < 0.95;
+    }
+    std::printf(
+        "%-20s rows %zu, geometric mean of best peer / ours %.3f, below 0.95: %d, worst %.3f, left out as too slow: "
+        "%d\n",
+        op.c_str(), s.ratios.size(), std::exp(log_sum / static_cast<double>(s.ratios.size())), below, worst,
+        s.left_out);
+  }
+  GANNET_CUDA(kName, cudaStreamDestroy(stream));
+  return summaries.empty() ? 1 : 0;
+}
+
+}  // namespace bench
+}  // namespace v0
+}  // namespace gannet
