@@ -14,8 +14,8 @@
 //     weights, logits and cos_sin need no more than the alignment of one element;
 //   - widths (latent_dim, rope_dim, head_dim, N, P, V) are multiples of 16;
 //   - contents: a run on the CPU refuses a page of a visible key that is outside the pool, slots to write or gather
-//     beyond it, cumulative lengths that fall or do not end at the number of rows, and lengths beyond what the arguments
-//     say holds; on other devices such values are the caller's responsibility and never a wild access.
+//     beyond it, cumulative lengths that fall or do not end at the number of rows, and lengths beyond what the
+//     arguments say holds; on other devices such values are the caller's responsibility and never a wild access.
 // Errors: Error(kInvalidArgument) names the argument, its value and what is accepted.
 #pragma once
 

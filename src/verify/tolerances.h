@@ -66,8 +66,8 @@ inline double logit_tolerance(double head_dim, double num_heads, double bound) {
   return kUnitFp32 * (std::sqrt(head_dim) + std::sqrt(num_heads) + 8.0) * bound;
 }
 
-/// |x - oracle| of a rotated value of the pair (a, b): two products and a sum in fp32, then the rounding of storage, and
-/// the oracle's own rounding to fp32.
+/// |x - oracle| of a rotated value of the pair (a, b): two products and a sum in fp32, then the rounding of storage,
+/// and the oracle's own rounding to fp32.
 inline double rope_tolerance(bool bf16, double a, double b) {
   const double magnitude = std::fabs(a) + std::fabs(b);
   return 3.0 * kUnitFp32 * magnitude + (bf16 ? kUnitBf16 * magnitude : 0.0);

@@ -1,5 +1,5 @@
-// Index keys into and out of the cache (spec 3.3, A.6). An e4m3 page is planar: page_size * head_dim values, then page_size
-// fp32 scales. The scale is max(amax, 1e-10) / 448, or the power of two at or above max(amax, 1e-4) / 448.
+// Index keys into and out of the cache (spec 3.3, A.6). An e4m3 page is planar: page_size * head_dim values, then
+// page_size fp32 scales. The scale is max(amax, 1e-10) / 448, or the power of two at or above max(amax, 1e-4) / 448.
 #pragma once
 
 #include "cpu/kernels/row_codec-inl.h"

@@ -1,6 +1,6 @@
-// Index logits to memory. The score itself is in index_score-inl.h; here is how the work is cut: (block of rows, block of
-// keys), keys in as few blocks as keep all workers busy, since each task packs its rows' queries (once per worker and row
-// block). Where a block of keys ends changes no bit of any logit.
+// Index logits to memory. The score itself is in index_score-inl.h; here is how the work is cut: (block of rows, block
+// of keys), keys in as few blocks as keep all workers busy, since each task packs its rows' queries (once per worker
+// and row block). Where a block of keys ends changes no bit of any logit.
 #pragma once
 
 #include "cpu/kernels/index_score-inl.h"
@@ -30,7 +30,8 @@ void run_index_logits(const IndexLogits& p, const RunContext& ctx) {
   const int64_t num_blocks = list_row_blocks(x, blocks_before, &max_keys);
   max_keys = smaller(max_keys, p.logits.shape[1]);
   if (num_blocks == 0 || max_keys == 0) return;
-  const int64_t cuts = smaller(divide_up(int64_t{kLogitTasksPerWorker} * workers, num_blocks), divide_up(max_keys, kKeyBlock));
+  const int64_t cuts =
+      smaller(divide_up(int64_t{kLogitTasksPerWorker} * workers, num_blocks), divide_up(max_keys, kKeyBlock));
   const int64_t keys_per_task = round_up(divide_up(max_keys, cuts), kKeyBlock);
   const int64_t tasks_per_block = divide_up(max_keys, keys_per_task);
   for (int w = 0; w < workers; ++w) *index_scratch(x, memory + w * scratch_bytes).packed_block = -1;

@@ -4,11 +4,12 @@
 // Shapes and cost. Hi = 64 heads of Di = 128 against one key is 16,384 flops for 132 to 256 bytes of cache: bound by
 // the dot products from the first row on, whatever the cache's format. So:
 //   - a lane is a head. The queries of a row are packed once as [Di / 2][heads] pairs of bf16 (16 KiB for 64 x 128),
-//     a key is broadcast pair by pair from the cache as it lies, and the dot product of a (head, key) runs down one lane
-//     in one chain: no shuffles, and the same bits wherever the row or the key happens to be in a tile.
+//     a key is broadcast pair by pair from the cache as it lies, and the dot product of a (head, key) runs down one
+//     lane in one chain: no shuffles, and the same bits wherever the row or the key happens to be in a tile.
 //   - registers hold a tile of keys x vectors of lanes: 6 x 4 with 32 registers (24 accumulators, 4 queries, 1 or 2
 //     broadcasts): 10 loads for 24 dot products. Fewer heads give 9 x 3 and 12 x 2 or 12 x 1; several rows of a request
-//     fill the vectors of a tile, and the lanes of a vector (kLanes / 2 heads and fewer), where the heads of one do not.
+//     fill the vectors of a tile, and the lanes of a vector (kLanes / 2 heads and fewer), where the heads of one do
+//     not.
 //   - relu, weight and head sum follow while the tile is in registers: 2 operations a vector and one horizontal sum a
 //     (row, key), about 5 % of the 64 steps of the dot product.
 //   - keys go in blocks of kKeyBlock, which all rows of a block of rows use while it is in the first two cache levels.
@@ -91,12 +92,12 @@ struct IndexProblem {
   int64_t num_requests;
   int num_heads;
   int head_dim;
-  bool pairs;            // PairStep rather than ValueStep
-  int num_words;         // steps of a dot product
-  int vectors_per_row;   // 1 where several rows share a vector
-  int rows_per_vector;   // 1 where a row fills a vector or more
-  int lanes_per_row;     // within the last, or shared, vector of a row
-  int rows_per_block;    // a multiple of rows_per_vector
+  bool pairs;           // PairStep rather than ValueStep
+  int num_words;        // steps of a dot product
+  int vectors_per_row;  // 1 where several rows share a vector
+  int rows_per_vector;  // 1 where a row fills a vector or more
+  int lanes_per_row;    // within the last, or shared, vector of a row
+  int rows_per_block;   // a multiple of rows_per_vector
 };
 
 template <class Params>
@@ -142,8 +143,8 @@ constexpr int64_t kScratchAlignment = 64;
 
 GANNET_INLINE int64_t index_scratch_bytes(const IndexProblem& x) {
   const int64_t lanes = block_vectors(x, x.rows_per_block) * kLanes;
-  return kScratchAlignment + round_up(lanes * x.num_words * 4, kScratchAlignment) + round_up(lanes * 4, kScratchAlignment) +
-         round_up(int64_t{kKeyBlock} * x.head_dim * 4, kScratchAlignment) +
+  return kScratchAlignment + round_up(lanes * x.num_words * 4, kScratchAlignment) +
+         round_up(lanes * 4, kScratchAlignment) + round_up(int64_t{kKeyBlock} * x.head_dim * 4, kScratchAlignment) +
          round_up(int64_t{kKeyBlock} * kLanes * 4, kScratchAlignment);
 }
 
@@ -215,8 +216,7 @@ struct TileShape {
   int units;  // 1 where a unit needs several tiles
 };
 GANNET_INLINE TileShape tile_shape(int vectors_per_row, int num_units, int unit, int vector) {
-  if (vectors_per_row > kTileVectors)
-    return {static_cast<int>(smaller(kTileVectors, vectors_per_row - vector)), 1};
+  if (vectors_per_row > kTileVectors) return {static_cast<int>(smaller(kTileVectors, vectors_per_row - vector)), 1};
   const int units = static_cast<int>(smaller(kTileVectors / vectors_per_row, num_units - unit));
   return {units * vectors_per_row, units};
 }
@@ -299,14 +299,16 @@ GANNET_INLINE void expand_e4m3(const uint8_t* in, float* out, int n) {
 GANNET_INLINE void prefetch_keys(const IndexProblem& x, const RequestRows& request, int64_t first, int64_t count) {
   const IndexCacheView& cache = x.cache;
   const int64_t page_size = cache.page_size;
-  const int64_t value_bytes =
-      x.head_dim * (cache.format == IndexKFormat::kF32 ? 4 : cache.format == IndexKFormat::kBf16 ? 2 : 1);
+  const int64_t value_bytes = x.head_dim * (cache.format == IndexKFormat::kF32    ? 4
+                                            : cache.format == IndexKFormat::kBf16 ? 2
+                                                                                  : 1);
   while (count > 0) {
     const int64_t page = first / page_size, offset = first % page_size;
     const int64_t n = smaller(count, page_size - offset);
     const std::byte* values = cache.values(int64_t{request.pages[page]} * page_size + offset);
     for (int64_t b = 0; b < n * value_bytes; b += kCacheLine) __builtin_prefetch(values + b, 0, 2);
-    if (cache.format == IndexKFormat::kE4m3) __builtin_prefetch(cache.scale(int64_t{request.pages[page]} * page_size + offset), 0, 2);
+    if (cache.format == IndexKFormat::kE4m3)
+      __builtin_prefetch(cache.scale(int64_t{request.pages[page]} * page_size + offset), 0, 2);
     first += n;
     count -= n;
   }
@@ -353,12 +355,12 @@ struct TileTask {
   const float* weights;     // [vectors][kLanes]
   int num_words;
   const KeyBlock* keys;
-  bool scaled;         // multiply by keys->scales
+  bool scaled;  // multiply by keys->scales
   int lanes_per_row;
-  W last_lanes;        // ones in the lanes of a unit's last vector that are heads
-  float* partial;      // [kKeyBlock][kLanes]: head sums of a row's earlier tiles
-  bool first_of_row;   // partial holds nothing yet
-  bool last_of_row;    // the row ends in this tile
+  W last_lanes;       // ones in the lanes of a unit's last vector that are heads
+  float* partial;     // [kKeyBlock][kLanes]: head sums of a row's earlier tiles
+  bool first_of_row;  // partial holds nothing yet
+  bool last_of_row;   // the row ends in this tile
   float* out[kMaxTileRows];
   int limit[kMaxTileRows];
 };
@@ -440,8 +442,8 @@ GANNET_INLINE void score_tile_of(TileShape shape, const TileTask& task) {
 }
 
 /// Logits of the keys [begin, end) for a packed row block: row i stores those below limits[i] to out[i][key - begin].
-inline void score_keys(const IndexProblem& x, const RowBlock& block, const IndexScratch& scratch, int64_t begin, int64_t end,
-                       float* const* out, const int64_t* limits) {
+inline void score_keys(const IndexProblem& x, const RowBlock& block, const IndexScratch& scratch, int64_t begin,
+                       int64_t end, float* const* out, const int64_t* limits) {
   const int last_heads = x.num_heads - (x.vectors_per_row - 1) * kLanes;
   const int num_units = static_cast<int>(divide_up(block.num_rows, x.rows_per_vector));
   uint32_t last_lanes[kLanes];

@@ -1,8 +1,9 @@
 // Index logits, top-k and slots in one pass with bounded memory.
 //
-// A task is a block of rows of one request (index_score-inl.h) and a stretch of its keys. It walks the keys in pieces: the
-// piece's logits go behind the selection so far in the worker's scratch, where a select (select-inl.h) keeps the best k
-// in order of position. Logits never reach memory beyond L2, and the scratch of a worker does not grow with the context.
+// A task is a block of rows of one request (index_score-inl.h) and a stretch of its keys. It walks the keys in pieces:
+// the piece's logits go behind the selection so far in the worker's scratch, where a select (select-inl.h) keeps the
+// best k in order of position. Logits never reach memory beyond L2, and the scratch of a worker does not grow with the
+// context.
 //   many row blocks (prefill): one stretch a row block; the task writes slots.
 //   few (decode): the keys are cut into stretches, so that all workers share a row; each stretch leaves at most k
 //   (score, position) entries a row in the workspace, and a second step selects among those.
@@ -29,21 +30,23 @@ namespace {
 constexpr int64_t kSelectPiece = 8192;            // logits of a row between two selects
 constexpr int64_t kSelectScratchBytes = 2 << 20;  // of logits a worker: fewer rows a block where k is very large
 constexpr int kSelectTasksPerWorker = 2;
-constexpr int64_t kShortestStretch = 512;         // keys; 64 heads take about 35 us for them
+constexpr int64_t kShortestStretch = 512;  // keys; 64 heads take about 35 us for them
 
 struct SelectPlan {
   IndexProblem x;
   int64_t k;
   int64_t max_keys;  // that any row may see
   int64_t piece;
-  int64_t row_floats;     // k + piece
+  int64_t row_floats;  // k + piece
   int64_t worker_bytes;
-  int64_t entry_rows;     // rows that may be cut over stretches
-  int64_t entries;        // entries a row, all stretches together
+  int64_t entry_rows;  // rows that may be cut over stretches
+  int64_t entries;     // entries a row, all stretches together
 };
 
 /// Row blocks below this share their keys between workers.
-GANNET_INLINE int64_t few_blocks(int num_workers) { return num_workers > 1 ? int64_t{kSelectTasksPerWorker} * num_workers : 0; }
+GANNET_INLINE int64_t few_blocks(int num_workers) {
+  return num_workers > 1 ? int64_t{kSelectTasksPerWorker} * num_workers : 0;
+}
 
 GANNET_INLINE int64_t select_stretches(int64_t num_blocks, int64_t max_keys, int num_workers) {
   if (num_blocks >= few_blocks(num_workers)) return 1;
@@ -61,7 +64,8 @@ GANNET_INLINE SelectPlan select_plan(const IndexSelect& p, int num_workers) {
   const int64_t rows = larger(1, kSelectScratchBytes / (s.row_floats * 4));
   if (rows < s.x.rows_per_block) s.x.rows_per_block = static_cast<int>(rows);
   const int64_t kept = round_up(smaller(s.k, s.max_keys), kScratchAlignment / 4);
-  s.worker_bytes = index_scratch_bytes(s.x) + s.x.rows_per_block * (s.row_floats + kept) * 4 + kept * 4 + kHistogramBytes;
+  s.worker_bytes =
+      index_scratch_bytes(s.x) + s.x.rows_per_block * (s.row_floats + kept) * 4 + kept * 4 + kHistogramBytes;
   // Keys are cut while there are fewer than few_blocks row blocks.
   s.entry_rows = smaller(s.x.num_rows, s.x.rows_per_block * few_blocks(num_workers));
   s.entries = smaller(s.max_keys, few_blocks(num_workers) * s.k);
@@ -70,9 +74,9 @@ GANNET_INLINE SelectPlan select_plan(const IndexSelect& p, int num_workers) {
 
 struct SelectScratch {
   IndexScratch index;
-  float* scores;        // [rows_per_block][row_floats]
-  int32_t* positions;   // [rows_per_block][kept]
-  int32_t* indices;     // [kept]
+  float* scores;       // [rows_per_block][row_floats]
+  int32_t* positions;  // [rows_per_block][kept]
+  int32_t* indices;    // [kept]
   uint32_t* histograms;
   int64_t kept;
 };
@@ -93,7 +97,8 @@ GANNET_INLINE SelectScratch select_scratch(const SelectPlan& s, std::byte* memor
 }
 
 /// Writes a row's list from ascending positions (or 0 .. count-1 where positions is null).
-inline void emit_row(const IndexSelect& p, const RequestRows& request, int64_t row, const int32_t* positions, int64_t count) {
+inline void emit_row(const IndexSelect& p, const RequestRows& request, int64_t row, const int32_t* positions,
+                     int64_t count) {
   const int64_t k = p.topk_slots.shape[1], page_size = p.cache.page_size;
   int32_t* slots = p.topk_slots.ptr<int32_t>(row);
   int64_t page_end = 0, shift = 0;  // positions below page_end become slots by adding shift

@@ -1,7 +1,7 @@
 // Latent rows into and out of the cache (docs/kv_layouts.md; formats in gannet/kv_cache.h).
 //
-// 2 to 4 KB of traffic a row and a handful of operations a value: memory-bound but for the e4m3 division, which keeps pace
-// with one DRAM stream. A row is converted by one worker, so nothing depends on how rows are shared out.
+// 2 to 4 KB of traffic a row and a handful of operations a value: memory-bound but for the e4m3 division, which keeps
+// pace with one DRAM stream. A row is converted by one worker, so nothing depends on how rows are shared out.
 #pragma once
 
 #include "cpu/kernels/row_codec-inl.h"
@@ -12,7 +12,7 @@ namespace cpu {
 namespace GANNET_ISA {
 namespace {
 
-constexpr float kPackedScaleFloor = 1e-4f;        // spec 3.10: the scale is 2^ceil(log2(max(amax / 448, 1e-4)))
+constexpr float kPackedScaleFloor = 1e-4f;         // spec 3.10: the scale is 2^ceil(log2(max(amax / 448, 1e-4)))
 constexpr float kPerTokenMagnitudeFloor = 1e-26f;  // spec 4.1: the scale is max(amax, 1e-26) / 448
 constexpr float kE4m3Max = 448.0f;
 
@@ -106,7 +106,8 @@ inline void write_latent_row(const LatentCacheView& cache, int64_t slot, const s
   }
 }
 
-inline void read_latent_row(const LatentCacheView& cache, int64_t slot, std::byte* latent, std::byte* rope, DType dtype) {
+inline void read_latent_row(const LatentCacheView& cache, int64_t slot, std::byte* latent, std::byte* rope,
+                            DType dtype) {
   const int64_t dim = cache.geometry.latent_dim, rope_dim = cache.geometry.rope_dim;
   const LatentRow from = latent_row(cache, slot);
   switch (cache.format) {

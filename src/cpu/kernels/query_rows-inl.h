@@ -10,7 +10,7 @@ namespace GANNET_ISA {
 namespace {
 
 struct RequestRows {
-  int64_t first_row;     // of the call
+  int64_t first_row;  // of the call
   int64_t num_rows;
   int64_t seq_len;       // as given
   int64_t reach;         // keys that the page table lists
@@ -34,8 +34,9 @@ GANNET_INLINE RequestRows request_rows(const PageTableView& table, const QueryRo
   r.num_rows = end > r.first_row ? end - r.first_row : 0;
   r.seq_len = rows.seq_lens.ptr<const int32_t>()[request * rows.seq_lens.stride[0]];
   if (table.form == PageTableForm::kPadded) {
-    const int64_t row =
-        table.row_indices.given() ? table.row_indices.ptr<const int32_t>()[request * table.row_indices.stride[0]] : request;
+    const int64_t row = table.row_indices.given()
+                            ? table.row_indices.ptr<const int32_t>()[request * table.row_indices.stride[0]]
+                            : request;
     r.pages = table.pages.ptr<const int32_t>(row);
     r.reach = table.pages.shape[1] * page_size;
   } else {

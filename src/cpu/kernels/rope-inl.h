@@ -1,4 +1,5 @@
-// Rotary embedding in place. Interleaved pairs (2i, 2i+1) are turned as x * [c0 c0 c1 c1 ..] + swapped(x) * [-s0 s0 -s1 s1
+// Rotary embedding in place. Interleaved pairs (2i, 2i+1) are turned as x * [c0 c0 c1 c1 ..] + swapped(x) * [-s0 s0 -s1
+// s1
 // ..]; half-split pairs (i, i + P/2) as two vectors. The products are fused in one order everywhere, so that a value's
 // bits do not depend on its lane.
 #pragma once
@@ -12,7 +13,8 @@ namespace GANNET_ISA {
 namespace {
 
 /// n <= kLanes values, n even; cos_sin points to the first pair's cosine, sines lie `half` behind.
-GANNET_INLINE void rotate_interleaved(std::byte* x, DType dtype, int64_t i, int n, const float* cosines, const float* sines) {
+GANNET_INLINE void rotate_interleaved(std::byte* x, DType dtype, int64_t i, int n, const float* cosines,
+                                      const float* sines) {
   float c[kLanes], s[kLanes];
   for (int l = 0; l < kLanes; l += 2) {
     const bool real = l < n;
@@ -43,7 +45,8 @@ void run_rope(const Rope& p, const RunContext& ctx) {
     const float* cosines = p.cos_sin.ptr<const float>(p.positions.ptr<const int32_t>()[row * p.positions.stride[0]]);
     const float* sines = cosines + half;
     for (int64_t h = 0; h < heads; ++h) {
-      std::byte* x = static_cast<std::byte*>(p.x.data) + (row * p.x.stride[0] + h * p.x.stride[1] + p.offset) * value_bytes;
+      std::byte* x =
+          static_cast<std::byte*>(p.x.data) + (row * p.x.stride[0] + h * p.x.stride[1] + p.offset) * value_bytes;
       if (p.pairing == RopePairing::kInterleaved) {
         for (int64_t i = 0; i < rope_dim; i += kLanes)
           rotate_interleaved(x, p.x.dtype, i, lanes_from(i, rope_dim), cosines, sines);

@@ -1,15 +1,16 @@
-// Exact top-k of one array of scores: a radix select on words in the order of scores, then one pass that writes indices.
+// Exact top-k of one array of scores: a radix select on words in the order of scores, then one pass that writes
+// indices.
 //
-// The k-th largest word is found digit by digit (11, 11 and 10 bits): a histogram of the first digit over all scores, then
-// of the next digit over those that share the first with the k-th, and so on; each pass reads the scores where they lie
-// (in L2: 8,192 to 32,768 of them) and builds the words anew, which costs less than storing them. The last pass writes the
-// indices of larger words and, from the left, of as many equal ones as are still wanted: ascending, packed, and a tie
-// goes to the smaller index. Four histograms take turns, so that equal digits in neighbours do not wait for each other's
-// store. About 3 cycles a score in all, against 256 for making one with 64 heads.
+// The k-th largest word is found digit by digit (11, 11 and 10 bits): a histogram of the first digit over all scores,
+// then of the next digit over those that share the first with the k-th, and so on; each pass reads the scores where
+// they lie (in L2: 8,192 to 32,768 of them) and builds the words anew, which costs less than storing them. The last
+// pass writes the indices of larger words and, from the left, of as many equal ones as are still wanted: ascending,
+// packed, and a tie goes to the smaller index. Four histograms take turns, so that equal digits in neighbours do not
+// wait for each other's store. About 3 cycles a score in all, against 256 for making one with 64 heads.
 //
 // The selection is a function of the scores alone, so merging selections of pieces (topk of the concatenation of each
-// piece's topk, pieces in order of position) gives the same as one pass over everything. That is how rows are split over
-// workers and how long rows run in bounded memory.
+// piece's topk, pieces in order of position) gives the same as one pass over everything. That is how rows are split
+// over workers and how long rows run in bounded memory.
 #pragma once
 
 #include "cpu/kernel_table.h"
@@ -32,7 +33,8 @@ struct Threshold {
   int64_t equals;
 };
 
-/// Counts digits (word >> shift) & (kBins - 1) of the words whose higher bits are `prefix` (all where shift_prefix is 32).
+/// Counts digits (word >> shift) & (kBins - 1) of the words whose higher bits are `prefix` (all where shift_prefix is
+/// 32).
 GANNET_INLINE void count_digits(const float* scores, int64_t n, uint32_t prefix, int shift_prefix, int shift,
                                 uint32_t* histograms) {
   std::memset(histograms, 0, static_cast<size_t>(kHistogramBytes));
@@ -98,14 +100,14 @@ inline Threshold find_threshold(const float* scores, int64_t n, int64_t k, uint3
   int64_t in_bin;
   count_digits(scores, n, 0, 32, kFirst, histograms);
   uint32_t prefix = digit_of_kth(histograms, &k, &in_bin);
-  // Where all that share the digits so far are wanted, the rest of the digits does not matter. Then the prefix is not 0,
-  // since k < n.
+  // Where all that share the digits so far are wanted, the rest of the digits does not matter. Then the prefix is not
+  // 0, since k < n.
   if (in_bin == k) return {(prefix << kFirst) - 1, 0};
   count_digits(scores, n, prefix, kFirst, kSecond, histograms);
   prefix = (prefix << kDigitBits) | digit_of_kth(histograms, &k, &in_bin);
   if (in_bin == k) return {(prefix << kSecond) - 1, 0};
-  // The last digit has kSecond bits: shifted by 0 and masked with kBins - 1 it would keep a bit of the one before, which
-  // is the same for all that are counted.
+  // The last digit has kSecond bits: shifted by 0 and masked with kBins - 1 it would keep a bit of the one before,
+  // which is the same for all that are counted.
   count_digits(scores, n, prefix, kSecond, 0, histograms);
   const uint32_t low = digit_of_kth(histograms, &k, &in_bin) & ((1u << kSecond) - 1u);
   return {(prefix << kSecond) | low, k};
@@ -127,10 +129,11 @@ inline void select_indices(const float* scores, int64_t n, int64_t k, uint32_t* 
   }
 }
 
-// ---- selections that grow piece by piece ------------------------------------------------------------------------------
+// ---- selections that grow piece by piece
+// ------------------------------------------------------------------------------
 
-/// The selection so far: `count` entries in order of position. `scores` has room for k + the longest piece, and the next
-/// piece's scores go to scores + count.
+/// The selection so far: `count` entries in order of position. `scores` has room for k + the longest piece, and the
+/// next piece's scores go to scores + count.
 struct RunningSelection {
   float* scores;
   int32_t* positions;  // [k]
@@ -139,7 +142,8 @@ struct RunningSelection {
 
 /// Takes in a piece of n scores that lie at s->scores + s->count, of positions first, first + 1, ...
 /// indices: [k] of scratch.
-inline void take_piece(RunningSelection* s, int64_t n, int64_t first, int64_t k, uint32_t* histograms, int32_t* indices) {
+inline void take_piece(RunningSelection* s, int64_t n, int64_t first, int64_t k, uint32_t* histograms,
+                       int32_t* indices) {
   const int64_t total = s->count + n;
   if (total <= k) {
     for (int64_t i = 0; i < n; ++i) s->positions[s->count + i] = static_cast<int32_t>(first + i);

@@ -1,6 +1,6 @@
-// Exact top-k of rows of scores (select-inl.h). Rows go to workers one by one. Where there are fewer rows than workers can
-// share and they are long, each row is cut in pieces: a worker selects the top k of a piece and a second step selects
-// among the pieces' entries.
+// Exact top-k of rows of scores (select-inl.h). Rows go to workers one by one. Where there are fewer rows than workers
+// can share and they are long, each row is cut in pieces: a worker selects the top k of a piece and a second step
+// selects among the pieces' entries.
 #pragma once
 
 #include "cpu/kernels/select-inl.h"
@@ -79,8 +79,8 @@ void run_topk(const TopK& p, const RunContext& ctx) {
   }
   auto* scores = reinterpret_cast<float*>(worker_memory + num_workers * plan.worker_bytes);
   auto* positions = reinterpret_cast<int32_t*>(scores + rows * plan.pieces * plan.entries);
-  // A piece of m scores leaves min(k, m) entries; all pieces before the last have the same length, so that the entries of
-  // a row lie one behind the other.
+  // A piece of m scores leaves min(k, m) entries; all pieces before the last have the same length, so that the entries
+  // of a row lie one behind the other.
   ctx.executor.parallel_for(rows * plan.pieces, [&](int64_t task, int worker) {
     const int64_t row = task / plan.pieces, n = topk_row_length(p, row);
     const int64_t begin = task % plan.pieces * plan.piece;
