@@ -19,6 +19,18 @@ const std::map<std::string, gannet::IndexKFormat> kIndexFormats = {
 
 constexpr int kMost = 1 << 24;  // above every dimension here; keeps products of dimensions within 64 bits
 
+/// An option that takes one of the names of `values`.
+template <class Target, class Value>
+void add_choice(CLI::App& command, const char* name, Target& target, const std::map<std::string, Value>& values,
+                const char* text) {
+  std::vector<std::string> names;
+  for (const auto& [key, value] : values) names.push_back(key);
+  command
+      .add_option_function<std::string>(
+          name, [&target, &values](const std::string& key) { target = values.at(key); }, text)
+      ->check(CLI::IsMember(names));
+}
+
 std::vector<std::string> op_names() {
   std::vector<std::string> names = gannet::bench::problem_ops();
   names.emplace_back(gannet::bench::kGenerate);
@@ -60,14 +72,12 @@ void add_bench_command(CLI::App& app) {
   command->add_option("--page-size", options->grid.page_size, "Tokens of a page")
       ->check(CLI::Range(1, 1024))
       ->capture_default_str();
-  command
-      ->add_option("--dtype", options->grid.dtype,
-                   "Queries, keys and outputs outside the cache: bf16 (default) or fp32")
-      ->transform(CLI::CheckedTransformer(kDTypes));
-  command->add_option("--kv-dtype", options->grid.latent_format, "Latent cache: bf16 (default), fp32 or e4m3")
-      ->transform(CLI::CheckedTransformer(kLatentFormats));
-  command->add_option("--index-dtype", options->grid.index_format, "Index keys: fp8 (default), bf16 or fp32")
-      ->transform(CLI::CheckedTransformer(kIndexFormats));
+  add_choice(*command, "--dtype", options->grid.dtype, kDTypes,
+             "Queries, keys and outputs outside the cache: bf16 (default) or fp32");
+  add_choice(*command, "--kv-dtype", options->grid.latent_format, kLatentFormats,
+             "Latent cache: bf16 (default), fp32 or e4m3");
+  add_choice(*command, "--index-dtype", options->grid.index_format, kIndexFormats,
+             "Index keys: fp8 (default), bf16 or fp32");
   command->add_flag("--warm", options->grid.warm,
                     "Work on one cache again and again instead of rotating through cold ones");
   command->add_option("--model", options->generate.model,

@@ -14,6 +14,7 @@
 
 #include "cli.h"
 #include "engine/engine.h"
+#include "model/json_file.h"
 #include "model/tokenizer.h"
 
 namespace gannet::cli {
@@ -132,7 +133,7 @@ void run_generate(const GenerateOptions& o) {
   const auto load_tokenizer = [&] { tokenizer = Tokenizer::load(o.tokenizer ? *o.tokenizer : o.model); };
   if (o.ids) {
     prompt = parse_ids(*o.ids);
-    if (o.tokenizer || std::ifstream(o.model + "/tokenizer.json").good()) load_tokenizer();
+    if (o.tokenizer || file_exists(join_path(o.model, "tokenizer.json"))) load_tokenizer();
   } else {
     std::string text, name = "--prompt";
     if (o.prompt) {
@@ -315,7 +316,19 @@ void add_generate_command(CLI::App& app) {
       ->capture_default_str();
   c.add_option("--temperature", o.temperature, "0: the most likely token; default: generation_config.json");
   c.add_option("--top-p", o.top_p, "Sample from the likeliest tokens that reach this probability");
-  c.add_option("--seed", o.seed, "Of the random numbers")->capture_default_str();
+  c.add_option("--seed", o.seed, "Of the random numbers")
+      ->check(CLI::Validator(
+          [](const std::string& text) {
+            uint64_t value = 0;
+            const char* end = text.data() + text.size();
+            const auto [stop, error] = std::from_chars(text.data(), end, value);
+            const bool octal = text.size() > 1 && text[0] == '0';  // which the option's own reader would take it for
+            return error == std::errc() && stop == end && !octal
+                       ? std::string()
+                       : "--seed is " + text + "; accepted: 0 to 18446744073709551615";
+          },
+          "UINT64"))
+      ->capture_default_str();
   c.add_option("--chunk", o.chunk, "Prompt tokens of one prefill step; 0: chosen by the model's size")
       ->check(CLI::Range(int64_t{0}, kMost))
       ->capture_default_str();

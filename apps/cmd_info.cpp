@@ -153,7 +153,7 @@ void run_info(const InfoOptions& o) {
   out["machine"] = machine_json(o.machine);
   if (!o.model.empty()) out["model"] = model_json(o.model);
   if (o.json) {
-    std::printf("%s\n", out.dump(2).c_str());
+    std::printf("%s\n", out.dump(2, ' ', false, Json::error_handler_t::replace).c_str());
     return;
   }
   print_machine(out["machine"]);

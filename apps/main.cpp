@@ -1,6 +1,7 @@
 // The gannet command.
 #include <cstdio>
 #include <exception>
+#include <iostream>
 #include <new>
 #include <string>
 
@@ -12,10 +13,18 @@
 
 namespace {
 
+/// What was printed must have arrived: a full disk or a closed stdout is no success.
+int finish_output(int code) {
+  std::cout.flush();
+  if (std::cout.good() && std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
+  std::fprintf(stderr, "gannet: standard output could not be written\n");
+  return gannet::cli::kExitFailed;
+}
+
 /// Errors are one line, whatever a text from a file or a library holds.
 void print_error(std::string text) {
   for (char& c : text)
-    if (c == '\n' || c == '\r') c = ' ';
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = ' ';
   while (!text.empty() && text.back() == ' ') text.pop_back();
   std::fprintf(stderr, "gannet: %s\n", text.c_str());
 }
@@ -34,11 +43,11 @@ int main(int argc, char** argv) {
     app.parse(argc, argv);
     // Not CLI11's own check, which hides an unknown name behind "a subcommand is required".
     if (app.get_subcommands().empty()) throw CLI::RequiredError("A subcommand");
-    return 0;
+    return finish_output(0);
   } catch (const cli::Exit& e) {
-    return e.code;
+    return e.code == 0 ? finish_output(0) : e.code;
   } catch (const CLI::Success& e) {  // --help, --version
-    return app.exit(e);
+    return finish_output(app.exit(e));
   } catch (const CLI::ParseError& e) {
     print_error(std::string(e.what()) + "; see gannet --help");
     return cli::kExitBadInput;

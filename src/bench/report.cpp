@@ -83,7 +83,7 @@ std::string to_json_line(nlohmann::ordered_json j, const Roofs& r) {
   j["commit"] = kCommit;
   j["machine"] = machine_name();
   j["date"] = date;
-  return j.dump();
+  return j.dump(-1, ' ', false, decltype(j)::error_handler_t::replace);
 }
 
 std::string to_json_line(const Row& row, const Roofs& roofs) {

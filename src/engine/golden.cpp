@@ -102,7 +102,8 @@ std::vector<GoldenPrompt> load_golden(const std::string& directory, const ModelC
     const int64_t n = entry.integer("tokens", 1, std::numeric_limits<int32_t>::max());
     p.mean_nll = entry.number("mean_nll", 0.0, 1e6);
     for (const Json& id : entry.array("greedy_ids")) {
-      if (!id.is_number_integer()) entry.refuse("greedy_ids", "token ids");
+      if (!id.is_number_integer() || id.get<int64_t>() < 0 || id.get<int64_t>() >= config.vocab_size)
+        entry.refuse("greedy_ids", fmt::format("token ids from 0 to {}", config.vocab_size - 1));
       p.continuation.push_back(id.get<int32_t>());
     }
     const auto copy = [](const auto& span) { return std::vector(span.begin(), span.end()); };
@@ -117,8 +118,25 @@ std::vector<GoldenPrompt> load_golden(const std::string& directory, const ModelC
       p.selections[layer] = copy(
           file.require(tensor, {DType::kI32}, {GoldenPrompt::kSelectionRows, config.index_topk}).values<int32_t>());
     }
+    const auto check_ids = [&](const std::string& tensor, const std::vector<int32_t>& ids) {
+      for (const int32_t id : ids) {
+        if (id < 0 || id >= config.vocab_size)
+          fail(ErrorCode::kCorruptFile, "golden", "{}: {} holds token id {}; accepted: 0 to {}", directory, tensor, id,
+               config.vocab_size - 1);
+      }
+    };
+    check_ids(name + ".ids", p.ids);
+    check_ids(name + ".top8_ids", p.top_ids);
+    for (const auto* values : {&p.top_logprobs, &p.last_logits}) {
+      for (const float x : *values) {
+        if (!std::isfinite(x))
+          fail(ErrorCode::kCorruptFile, "golden", "{}: {} holds {}; accepted: finite numbers", directory,
+               name + (values == &p.top_logprobs ? ".top8_logprobs" : ".last_logits"), x);
+      }
+    }
     prompts.push_back(std::move(p));
   }
+  if (prompts.empty()) fail(ErrorCode::kCorruptFile, "golden", "{}: holds no prompts", json_path);
   std::stable_sort(prompts.begin(), prompts.end(),
                    [](const GoldenPrompt& a, const GoldenPrompt& b) { return a.ids.size() < b.ids.size(); });
   return prompts;
@@ -143,9 +161,11 @@ GoldenResult compare_golden(Decoder& decoder, const Context& context, const Engi
     const float* golden = prompt.top_logprobs.data() + position * kTop;
     const int32_t* ids = prompt.top_ids.data() + position * kTop;
     double worst = 0.0;
-    for (int64_t i = 0; i < kTop; ++i)
-      worst = std::max(worst, std::abs(double{logits[static_cast<size_t>(ids[i])]} - total - double{golden[i]}));
-    errors.push_back(std::isnan(worst) || std::isnan(total) ? INFINITY : worst);
+    for (int64_t i = 0; i < kTop; ++i) {
+      const double error = std::abs(double{logits[static_cast<size_t>(ids[i])]} - total - double{golden[i]});
+      if (!(error <= worst)) worst = error;  // NaN too, which std::max would drop
+    }
+    errors.push_back(std::isnan(worst) ? INFINITY : worst);
     if (double{golden[0]} - double{golden[1]} > criteria.top1_gap) {
       ++top1_compared;
       if (argmax(logits) != ids[0]) ++top1_wrong;

@@ -27,6 +27,8 @@ Sampler::Sampler(const SamplingOptions& options) : options_(options), random_(op
 
 int32_t Sampler::sample(std::span<const float> logits) {
   const int32_t best = argmax(logits);
+  if (std::isnan(logits[static_cast<size_t>(best)]))  // argmax takes any other value before NaN
+    fail(ErrorCode::kCorruptFile, "sampling", "every logit is NaN; accepted: a model whose weights are finite");
   if (options_.temperature == 0.0f) return best;
   const double top = logits[static_cast<size_t>(best)];
   weights_.resize(logits.size());

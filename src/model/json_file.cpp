@@ -27,6 +27,22 @@ struct FileDescriptor {
 
 }  // namespace
 
+int open_regular(const std::string& path) {
+  return ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe without a writer would block
+}
+
+ErrorCode open_error_code(int error) {
+  switch (error) {
+    case ENOENT:
+    case ENOTDIR:
+    case EACCES:
+    case EPERM:
+    case ELOOP:
+    case ENAMETOOLONG: return ErrorCode::kCorruptFile;
+    default: return ErrorCode::kDevice;
+  }
+}
+
 bool file_exists(const std::string& path) {
   struct stat s;
   return ::stat(path.c_str(), &s) == 0;
@@ -39,9 +55,9 @@ std::string join_path(const std::string& directory, std::string_view name) {
 }
 
 std::string read_file(const char* function, const std::string& path, int64_t max_bytes) {
-  const FileDescriptor file{::open(path.c_str(), O_RDONLY | O_CLOEXEC)};
+  const FileDescriptor file{open_regular(path)};
   if (file.fd < 0) {
-    const ErrorCode code = errno == ENOENT || errno == ENOTDIR ? ErrorCode::kCorruptFile : ErrorCode::kDevice;
+    const ErrorCode code = open_error_code(errno);
     fail(code, function, "{}: cannot be opened: {}", path, std::strerror(errno));
   }
   struct stat s;

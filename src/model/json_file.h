@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/format.h"
+#include "gannet/error.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -17,6 +18,10 @@ inline namespace v0 {
 using Json = nlohmann::json;
 
 bool file_exists(const std::string& path);
+/// A descriptor for reading, -1 with errno; never waits, whatever kind of file it is.
+int open_regular(const std::string& path);
+/// What an errno of opening means: kCorruptFile where the path is at fault, else kDevice.
+ErrorCode open_error_code(int error);
 /// "dir" + "/" + "name".
 std::string join_path(const std::string& directory, std::string_view name);
 /// The bytes of a regular file of at most max_bytes. Throws Error(kCorruptFile), or Error(kDevice) where reading fails.

@@ -139,9 +139,9 @@ void check_cover(const std::string& file, const std::vector<Region>& regions, ui
 }  // namespace
 
 MappedFile::MappedFile(const std::string& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const int fd = open_regular(path);
   if (fd < 0) {
-    const ErrorCode code = errno == ENOENT || errno == ENOTDIR ? ErrorCode::kCorruptFile : ErrorCode::kDevice;
+    const ErrorCode code = open_error_code(errno);
     fail(code, kFunction, "{}: cannot be opened: {}", path, std::strerror(errno));
   }
   struct stat s;

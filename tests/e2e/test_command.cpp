@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -59,7 +60,7 @@ const fs::path& scratch() {
 }
 
 /// Starts the command with its streams in files; `input` is its standard input.
-pid_t start(const std::vector<std::string>& args, const std::string& input) {
+pid_t start(const std::vector<std::string>& args, const std::string& input, const fs::path& out = scratch() / "out") {
   spit(scratch() / "in", input);
   for (const char* stream : {"out", "err"}) fs::remove(scratch() / stream);  // what is there later is this run's
   const pid_t pid = fork();
@@ -69,7 +70,7 @@ pid_t start(const std::vector<std::string>& args, const std::string& input) {
     if (file < 0 || dup2(file, fd) < 0) _exit(99);
   };
   redirect(scratch() / "in", O_RDONLY, 0);
-  redirect(scratch() / "out", O_WRONLY | O_CREAT | O_TRUNC, 1);
+  redirect(out, O_WRONLY | O_CREAT | O_TRUNC, 1);
   redirect(scratch() / "err", O_WRONLY | O_CREAT | O_TRUNC, 2);
   std::vector<char*> argv;
   std::string program = GANNET_COMMAND;
@@ -240,6 +241,17 @@ TEST(Command, PrintsItsVersionAndHelp) {
   }
 }
 
+TEST(Command, FailsWhereItsOutputCannotBeWritten) {
+  if (!fs::exists("/dev/full")) GTEST_SKIP() << "there is no /dev/full";
+  const std::vector<std::vector<std::string>> commands = {
+      {"--version"}, {"info"}, generate({"--ids", "0,5", "--max-new-tokens", "1"})};
+  for (const std::vector<std::string>& args : commands) {
+    const Ran r = finish(start(args, "", "/dev/full"));
+    EXPECT_EQ(r.code, 1) << args[0];
+    EXPECT_NE(r.err.find("standard output"), std::string::npos) << args[0] << ": " << r.err;
+  }
+}
+
 TEST(Info, ShowsMachineImplementationsAndCheckpoint) {
   const Ran r = gannet_command({"info", "--model", kModel, "--json"});
   ASSERT_EQ(r.code, 0) << r.err;
@@ -368,6 +380,10 @@ TEST(BadInput, OptionsOfTheCommand) {
                  {"page_size", "128", "32", "64"});
   expect_refused(generate({"--prompt", kKing, "--backend", "flash"}), {"flash", "dsa"});
   expect_refused(generate({"--prompt", kKing, "--impl", "avx9"}), {"avx9", "portable"});
+  for (const char* seed : {"-1", "18446744073709551616", "010", "1.5", "many"})
+    expect_refused(generate({"--prompt", kKing, "--seed", seed}), {"--seed", seed, "18446744073709551615"});
+  expect_refused({"bench", "--dtype", "int9"}, {"--dtype", "int9", "bf16", "fp32"});
+  expect_refused({"bench", "--op", "levitate"}, {"--op", "levitate", "mla_decode"});
   expect_refused({"verify", "--op", "levitate"}, {"levitate"});
   expect_refused({"verify", "--model", kModel, "--chunk", "0"}, {"--chunk", "0"});
 }
@@ -441,6 +457,80 @@ TEST(BadInput, Configs) {
                                          spit(d / "config.json", "{\"hidden_size\": ");
                                        })),
                  {"config.json"});
+}
+
+TEST(BadInput, PipesInPlaceOfFiles) {
+  for (const char* name : {"config.json", "tokenizer.json", "model-00001-of-00002.safetensors"}) {
+    const fs::path dir = broken_model("pipe", [&](const fs::path& d) {
+      fs::remove(d / name);
+      ASSERT_EQ(mkfifo((d / name).c_str(), 0600), 0);
+    });
+    expect_refused(on_model(dir), {name, "regular file"});
+  }
+}
+
+TEST(BadInput, WeightsThatAreNaN) {
+  const std::string shard = "model-00002-of-00002.safetensors";
+  std::string bytes = slurp(fs::path(kModel) / shard);
+  uint64_t header = 0;
+  std::memcpy(&header, bytes.data(), sizeof header);
+  std::fill(bytes.begin() + 8 + static_cast<std::ptrdiff_t>(header), bytes.end(), '\xff');
+  const Ran r = gannet_command(on_model(broken_model("nan_weights", [&](const fs::path& d) {
+    fs::remove(d / shard);
+    spit(d / shard, bytes);
+  })));
+  EXPECT_EQ(r.code, 2) << r.out << r.err;
+  EXPECT_NE(r.err.find("NaN"), std::string::npos) << r.err;
+}
+
+/// v3-yarn with golden files of its own: `change` edits golden.json and the bytes of golden.safetensors.
+fs::path with_golden(const std::string& name, const std::function<void(nlohmann::json&, std::string&)>& change) {
+  const fs::path dir = scratch() / name;
+  fs::remove_all(dir);
+  fs::create_directories(dir);
+  for (const auto& entry : fs::directory_iterator(checkpoint_dir("v3-yarn")))
+    fs::create_symlink(entry.path(), dir / entry.path().filename());
+  nlohmann::json json = nlohmann::json::parse(slurp(dir / "golden.json"));
+  std::string tensors = slurp(dir / "golden.safetensors");
+  change(json, tensors);
+  for (const char* file : {"golden.json", "golden.safetensors"}) fs::remove(dir / file);
+  spit(dir / "golden.json", json.dump());
+  spit(dir / "golden.safetensors", tensors);
+  return dir;
+}
+
+/// Fills the bytes of each tensor whose name ends with `suffix`.
+void fill_tensors(std::string& file, const std::string& suffix, char byte) {
+  uint64_t header = 0;
+  std::memcpy(&header, file.data(), sizeof header);
+  const nlohmann::json tensors = nlohmann::json::parse(file.substr(8, header));
+  for (const auto& [name, tensor] : tensors.items()) {
+    if (name.size() < suffix.size() || name.substr(name.size() - suffix.size()) != suffix) continue;
+    const auto begin = 8 + header + tensor["data_offsets"][0].get<uint64_t>();
+    const auto end = 8 + header + tensor["data_offsets"][1].get<uint64_t>();
+    std::fill(file.begin() + static_cast<std::ptrdiff_t>(begin), file.begin() + static_cast<std::ptrdiff_t>(end), byte);
+  }
+}
+
+// A check that compares nothing must not pass.
+TEST(BadInput, GoldenFiles) {
+  const auto refused = [](const fs::path& dir, const std::vector<std::string>& words) {
+    const Ran r = gannet_command({"verify", "--kv-dtype", "fp32", "--model", dir.string()});
+    EXPECT_EQ(r.code, 2) << dir << r.out << r.err;
+    EXPECT_EQ(r.out.find("all checks passed"), std::string::npos) << r.out;
+    for (const std::string& word : words) EXPECT_NE(r.err.find(word), std::string::npos) << word << " in " << r.err;
+  };
+  refused(with_golden("golden_empty", [](nlohmann::json& j, std::string&) { j = nlohmann::json::object(); }),
+          {"golden.json", "no prompts"});
+  refused(with_golden("golden_nan", [](nlohmann::json&, std::string& t) { fill_tensors(t, ".top8_logprobs", '\xff'); }),
+          {"top8_logprobs", "nan"});
+  refused(with_golden("golden_ids", [](nlohmann::json&, std::string& t) { fill_tensors(t, ".top8_ids", '\x7f'); }),
+          {"top8_ids", "2139062143", "2047"});
+  refused(with_golden("golden_negative", [](nlohmann::json&, std::string& t) { fill_tensors(t, ".ids", '\xff'); }),
+          {".ids", "-1", "2047"});
+  refused(with_golden("golden_greedy",
+                      [](nlohmann::json& j, std::string&) { j.begin().value()["greedy_ids"][0] = 4294967528; }),
+          {"greedy_ids", "2047"});
 }
 
 TEST(BadInput, Weights) {
