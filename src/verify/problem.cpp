@@ -404,6 +404,8 @@ Executor* pool_of(int num_workers) {
   return pool.get();
 }
 
+DType poisoned_as(DType t) { return t == DType::kBf16 ? DType::kBf16 : DType::kF32; }
+
 /// Bytes from the first element to behind the last.
 size_t extent_of(const TensorView& v) {
   if (v.num_elements() == 0) return 0;
@@ -439,7 +441,7 @@ Outputs run(const Params& params, const RunOptions& options) {
     if (!v.given() || role == Role::kInput) return;
     TensorView fresh = v;
     if (options.fp32_outputs && v.dtype == DType::kBf16) fresh.dtype = DType::kF32;
-    auto buffer = std::make_shared<Buffer>(extent_of(fresh));
+    auto buffer = std::make_shared<Buffer>(extent_of(fresh), options.poison, poisoned_as(fresh.dtype));
     fresh.data = buffer->data();
     if (role == Role::kInOut)
       for_each_index(v, [&](int64_t i, int64_t j, int64_t k) { set(fresh, get(v, i, j, k), i, j, k); });
@@ -463,7 +465,8 @@ Outputs run(const Params& params, const RunOptions& options) {
     p.cache.data = cache->data();
   }
 
-  const Context context{.executor = pool_of(options.num_workers), .log = {}};
+  const Context context{.executor = options.executor != nullptr ? options.executor : pool_of(options.num_workers),
+                        .log = {}};
   Outputs result;
   if (device_of<Params>(options.impl) == DeviceKind::kCuda) {
     DeviceMirror mirror;
@@ -473,7 +476,7 @@ Outputs run(const Params& params, const RunOptions& options) {
     mirror.copy_back();
   } else {
     const OpPlan<Params> plan(context, p, {.impl = options.impl});
-    Buffer workspace(plan.workspace_bytes());
+    Buffer workspace(plan.workspace_bytes(), options.poison);
     plan.run(p, {workspace.data(), workspace.size()});
     if (!workspace.guards_intact()) result.fault = "bytes outside the workspace were written";
   }
@@ -490,8 +493,9 @@ Outputs run(const Params& params, const RunOptions& options) {
         packed.push_back(o.buffer->data()[offset + b]);
       }
     });
+    const Buffer before(o.buffer->size(), options.poison, poisoned_as(o.view.dtype));
     for (size_t b = 0; b < owned.size(); ++b) {
-      if (!owned[b] && o.buffer->data()[b] != std::byte{0xFF})
+      if (!owned[b] && o.buffer->data()[b] != before.data()[b])
         result.fault = "gaps between rows of " + o.name + " were written";
     }
     result.names.push_back(o.name);

@@ -135,7 +135,9 @@ struct Outputs {
 struct RunOptions {
   std::string impl = {};
   int num_workers = 1;
-  bool fp32_outputs = false;  ///< out tensors become fp32: the oracle's results without a last rounding
+  bool fp32_outputs = false;     ///< out tensors become fp32: the oracle's results without a last rounding
+  Executor* executor = nullptr;  ///< CPU only; else a pool of num_workers
+  Poison poison = Poison::kNan;  ///< what the outputs and the workspace hold before
 };
 
 /// Runs `params` into fresh, poisoned outputs (copies of what in/out arguments hold) with a poisoned workspace. The
