@@ -212,7 +212,7 @@ struct MlaDecode {
 /// their scale into weights.
 struct IndexLogits {
   static constexpr const char* kName = "index_logits";
-  TensorView q;        ///< fp32 or bf16 [rows, Hi, Di]
+  TensorView q;        ///< fp32, bf16 or e4m3 [rows, Hi, Di]
   TensorView weights;  ///< fp32 [rows, Hi]
   IndexCacheView cache;
   PageTableView pages;
@@ -254,7 +254,7 @@ struct TopK {
 /// the DSA backends run. Entries are in ascending order of position, packed, then -1.
 struct IndexSelect {
   static constexpr const char* kName = "index_select";
-  TensorView q;        ///< fp32 or bf16 [rows, Hi, Di]
+  TensorView q;        ///< fp32, bf16 or e4m3 [rows, Hi, Di]
   TensorView weights;  ///< fp32 [rows, Hi]
   IndexCacheView cache;
   PageTableView pages;

@@ -7,7 +7,7 @@ inline namespace v0 {
 template <>
 void check(const IndexSelect& p) {
   const char* const fn = IndexSelect::kName;
-  check_tensor(fn, "q", p.q, {DType::kF32, DType::kBf16},
+  check_tensor(fn, "q", p.q, {DType::kF32, DType::kBf16, DType::kE4m3},
                {{"rows"}, {.label = "index_heads", .minimum = 1}, {"head_dim", p.cache.head_dim}});
   const int64_t rows = p.q.shape[0];
   check_tensor(fn, "weights", p.weights, {DType::kF32}, {{"rows", rows}, {"index_heads", p.q.shape[1]}});

@@ -36,6 +36,8 @@ constexpr IndexerFormat kIndexerFormats[] = {
     {DType::kF32, IndexKFormat::kE4m3, ScaleFormat::kPowerOfTwo},
     {DType::kF32, IndexKFormat::kBf16, ScaleFormat::kFp32},
     {DType::kBf16, IndexKFormat::kF32, ScaleFormat::kFp32},
+    {DType::kE4m3, IndexKFormat::kE4m3, ScaleFormat::kFp32},
+    {DType::kE4m3, IndexKFormat::kBf16, ScaleFormat::kFp32},
 };
 
 struct IndexerOptions {
@@ -227,8 +229,7 @@ void alone_case(Recorder& r, Case c, const IndexerProblem& s, const Params& para
     for (int64_t row = 0; row < s.paged.num_rows; ++row) {
       const Paged one = s.paged.alone(row);
       Params p = params;
-      p.q.data =
-          p.q.dtype == DType::kBf16 ? static_cast<void*>(p.q.template ptr<Bf16>(row)) : p.q.template ptr<float>(row);
+      p.q.data = static_cast<std::byte*>(p.q.data) + row * p.q.stride[0] * static_cast<int64_t>(size_of(p.q.dtype));
       p.q.shape[0] = p.weights.shape[0] = 1;
       p.weights.data = p.weights.template ptr<float>(row);
       p.pages = one.table();

@@ -82,11 +82,16 @@ Tensor make_tensor(DType dtype, std::initializer_list<int64_t> shape, int64_t pa
 
 void set(const TensorView& v, float x, int64_t i0, int64_t i1, int64_t i2) {
   if (v.dtype == DType::kBf16) *v.ptr<Bf16>(i0, i1, i2) = Bf16::from_float(x);
+  else if (v.dtype == DType::kE4m3) *v.ptr<E4m3>(i0, i1, i2) = E4m3::from_float(x);
   else *v.ptr<float>(i0, i1, i2) = x;
 }
 
 float get(const TensorView& v, int64_t i0, int64_t i1, int64_t i2) {
-  return v.dtype == DType::kBf16 ? v.ptr<Bf16>(i0, i1, i2)->to_float() : *v.ptr<float>(i0, i1, i2);
+  switch (v.dtype) {
+    case DType::kBf16: return v.ptr<Bf16>(i0, i1, i2)->to_float();
+    case DType::kE4m3: return v.ptr<E4m3>(i0, i1, i2)->to_float();
+    default: return *v.ptr<float>(i0, i1, i2);
+  }
 }
 
 namespace {

@@ -14,6 +14,7 @@
 //     (row, key), about 5 % of the 64 steps of the dot product.
 //   - keys go in blocks of kKeyBlock, which all rows of a block of rows use while it is in the first two cache levels.
 //     e4m3 keys become bf16 pairs here, exactly, and their scale multiplies the head sum.
+// e4m3 queries are widened as they are packed: to bf16, exactly, or to fp32.
 // fp32 queries or an fp32 cache take the same route with one fp32 value a step instead of a pair, at half the speed; so
 // does everything where the pair product is not an instruction (kNativeDot2).
 //
@@ -114,7 +115,7 @@ GANNET_INLINE IndexProblem index_problem(const Params& p) {
   x.head_dim = static_cast<int>(p.q.shape[2]);
   const bool narrow_cache = (p.cache.format == IndexKFormat::kBf16 && x.head_dim % 2 == 0) ||
                             (p.cache.format == IndexKFormat::kE4m3 && x.head_dim % 32 == 0);
-  x.pairs = kNativeDot2 && p.q.dtype == DType::kBf16 && narrow_cache;
+  x.pairs = kNativeDot2 && p.q.dtype != DType::kF32 && narrow_cache;
   x.num_words = x.pairs ? x.head_dim / 2 : x.head_dim;
   x.vectors_per_row = static_cast<int>(divide_up(x.num_heads, kLanes));
   x.lanes_per_row = kLanes;
@@ -221,10 +222,25 @@ GANNET_INLINE TileShape tile_shape(int vectors_per_row, int num_units, int unit,
   return {units * vectors_per_row, units};
 }
 
+/// The bits of an e4m3 value in fp32; the upper half is its bf16, exactly.
+GANNET_INLINE uint32_t e4m3_word(uint8_t x) {
+  const uint32_t magnitude = x & 0x7fu, as_float = magnitude << 20;
+  float value;
+  std::memcpy(&value, &as_float, sizeof value);
+  value *= 0x1p120f;
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return (magnitude == 0x7fu ? 0x7fc00000u : bits) | (x & 0x80u) << 24;
+}
+
 GANNET_INLINE uint32_t query_word(const TensorView& q, int64_t row, int64_t head, int word, bool pairs) {
   uint32_t bits;
   const int64_t element = row * q.stride[0] + head * q.stride[1];
-  if (pairs) {
+  if (q.dtype == DType::kE4m3) {
+    const uint8_t* values = static_cast<const uint8_t*>(q.data) + element;
+    bits = pairs ? e4m3_word(values[2 * word]) >> 16 | (e4m3_word(values[2 * word + 1]) & 0xffff0000u)
+                 : e4m3_word(values[word]);
+  } else if (pairs) {
     std::memcpy(&bits, static_cast<const uint16_t*>(q.data) + element + 2 * word, sizeof bits);
   } else if (q.dtype == DType::kBf16) {
     bits = static_cast<uint32_t>(static_cast<const uint16_t*>(q.data)[element + word]) << 16;
