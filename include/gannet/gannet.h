@@ -9,6 +9,7 @@
 #include "gannet/executor.h"
 #include "gannet/index_sharing.h"
 #include "gannet/kv_cache.h"
+#include "gannet/kv_heads.h"
 #include "gannet/kv_pool.h"
 #include "gannet/kv_transfer.h"
 #include "gannet/layer_caches.h"

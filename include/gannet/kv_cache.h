@@ -1,7 +1,7 @@
 // Cache layouts: what a page of latent rows and a page of index keys look like (docs/kv_layouts.md has worked
 // addresses). These are views; owners and the page allocator are in gannet/kv_pool.h.
 //
-// Address of a latent row: data + page * page_stride_bytes + offset * row_bytes, 64-bit throughout.
+// Address of a latent row: data + page * page_stride_bytes + offset * row_stride, 64-bit throughout.
 #pragma once
 
 #include <tuple>
@@ -58,16 +58,24 @@ struct LatentCacheView {
   RowGeometry geometry{};
   int64_t num_pages = 0;
   int32_t page_size = 64;         ///< tokens
-  int64_t page_stride_bytes = 0;  ///< at least page_size * latent_row_bytes
+  int64_t page_stride_bytes = 0;  ///< at least the tokens of a page
   float scale = 0.0f;             ///< kE4m3 only: finite and positive; no other format reads it
   Device device{};
+  /// From a token's row to the next; 0: rows lie one behind the other. Else a multiple of 16, at least
+  /// latent_row_bytes, where other rows lie between (gannet/kv_heads.h); never for kE4m3PerToken.
+  int64_t row_stride_bytes = 0;
 
   constexpr int64_t num_slots() const noexcept { return num_pages * page_size; }
+  /// row_stride_bytes, or what 0 stands for. Of a planar page (kE4m3PerToken) rows have none.
+  int64_t row_stride() const noexcept {
+    return row_stride_bytes != 0 ? row_stride_bytes : latent_row_bytes(format, geometry);
+  }
   std::byte* row(int64_t slot, int64_t row_bytes) const noexcept {
     return static_cast<std::byte*>(data) + slot / page_size * page_stride_bytes + slot % page_size * row_bytes;
   }
   auto options() const {
-    return std::tuple{format, geometry.latent_dim, geometry.rope_dim, num_pages, page_size, page_stride_bytes, scale};
+    return std::tuple{format, geometry.latent_dim, geometry.rope_dim, num_pages, page_size, page_stride_bytes,
+                      scale,  row_stride_bytes};
   }
 };
 

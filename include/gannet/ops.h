@@ -11,7 +11,7 @@
 //   - every stride is honoured; the last dimension is contiguous; empty problems return at once;
 //   - fp16 is refused by name;
 //   - base pointers, strides of rows and heads, and page strides are multiples of 16 bytes; but integer tensors, lse,
-//     weights, logits and cos_sin need no more than the alignment of one element;
+//     max_logits, attn_sink, weights, logits and cos_sin need no more than the alignment of one element;
 //   - widths (latent_dim, rope_dim, head_dim, N, P, V) are multiples of 16;
 //   - contents: a run on the CPU refuses a page of a visible key that is outside the pool, slots to write or gather
 //     beyond it, cumulative lengths that fall or do not end at the number of rows, and lengths beyond what the
@@ -180,27 +180,40 @@ struct MergeState {
 };
 
 /// Absorbed ("MQA") attention over the paged latent cache (spec 2.4, A.2): decode, verify, and any ragged rows.
-///   out(t, h) = sum over visible keys of softmax(scale * q(t, h) . [c | r]) * c
+///   x(t, h, s) = softmax_scale * q_scale * q(t, h) . [c_s | r_s]       for the visible keys s
+///   out(t, h)  = sum over s of exp(x(t, h, s)) * c_s / (sum over s of exp(x(t, h, s)) + exp(attn_sink(h)))
+///   lse(t, h)  = ln(sum over s of exp(x(t, h, s)))                     without the sink
+/// A key whose score is -inf has weight 0; a row all of whose scores are has no weight at all and gives what a row
+/// without keys gives: output 0, LSE -inf (A.4: terms of weight 0 are dropped).
 struct MlaDecode {
   static constexpr const char* kName = "mla_decode";
-  TensorView q;  ///< fp32 or bf16 [rows, H, R+P], the absorbed query [Wk^T q_nope | rotated q_pe]
+  /// fp32 or bf16 [rows, H, R+P], the absorbed query [Wk^T q_nope | rotated q_pe]; or e4m3 where the cache is kE4m3 or
+  /// kE4m3PerToken, the query then being q * q_scale.
+  TensorView q;
   LatentCacheView cache;
   PageTableView pages;
   QueryRows rows;
-  TensorView out;       ///< out, fp32 or bf16 [rows, H, R]
-  TensorView lse = {};  ///< out, optional fp32 [rows, H], natural logarithm
+  /// optional fp32 [H], in units of the scores: a key without a value that every row sees, by which the weights sum to
+  /// less than 1. -inf: none; +inf: output 0. A row without keys gives 0 whatever the sink.
+  TensorView attn_sink = {};
+  TensorView out;              ///< out, fp32 or bf16 [rows, H, R]
+  TensorView lse = {};         ///< out, optional fp32 [rows, H], natural logarithm
+  TensorView max_logits = {};  ///< out, optional fp32 [rows, H]: the largest x, NaN left out; -inf where there is none
   float softmax_scale = 0.0f;
+  float q_scale = 1.0f;  ///< of an e4m3 query, finite and positive; 1 for others
 
   template <class Self, class F>
   static void for_each_view(Self& s, F&& f) {
     f("q", s.q);
     PageTableView::for_each_view(s.pages, f);
     QueryRows::for_each_view(s.rows, f);
+    f("attn_sink", s.attn_sink);
     f("out", s.out);
     f("lse", s.lse);
+    f("max_logits", s.max_logits);
   }
   auto options() const {
-    return std::tuple_cat(cache.options(), pages.options(), rows.options(), std::tuple{softmax_scale});
+    return std::tuple_cat(cache.options(), pages.options(), rows.options(), std::tuple{softmax_scale, q_scale});
   }
 };
 
@@ -217,7 +230,8 @@ struct IndexLogits {
   IndexCacheView cache;
   PageTableView pages;
   QueryRows rows;
-  TensorView logits;  ///< out, fp32 [rows, max_keys]; columns that a row does not see are left alone
+  /// out, fp32 or bf16 (the fp32 value, rounded once) [rows, max_keys]; columns that a row does not see are left alone
+  TensorView logits;
 
   template <class Self, class F>
   static void for_each_view(Self& s, F&& f) {
@@ -232,10 +246,10 @@ struct IndexLogits {
 
 /// Exact top-k of each row (spec 0.1.9, A.8): total order NaN < -inf < finite < +inf, -0 = +0, the smaller position
 /// first among equals. Writes min(n, k) distinct positions in ascending order, then -1. n <= k: 0..n-1 without looking
-/// at the scores.
+/// at the scores. k may be anything from 1, more than there are columns too.
 struct TopK {
   static constexpr const char* kName = "topk";
-  TensorView logits;     ///< fp32 [rows, max_keys]
+  TensorView logits;     ///< fp32 or bf16 [rows, max_keys]
   TensorView lens;       ///< int32 [rows]: n, the leading columns that count; less than 0 is 0
   TensorView positions;  ///< out, int32 [rows, k]
   TensorView counts;     ///< out, int32 [rows]: min(n, k)
@@ -279,27 +293,33 @@ struct IndexSelect {
   }
 };
 
-/// Absorbed attention of each row over a list of slots (spec 3.10). An entry counts iff 0 <= slot < num_slots and its
-/// column is below topk_lens[t] (where given); any other is never loaded.
+/// Absorbed attention of each row over a list of slots (spec 3.10), of any length k. An entry counts iff 0 <= slot <
+/// num_slots and its column is below topk_lens[t] (where given); any other is never loaded. A slot that is listed twice
+/// counts twice. Sink, scales, LSE and largest score as for MlaDecode.
 struct SparseAttention {
   static constexpr const char* kName = "sparse_attention";
-  TensorView q;  ///< fp32 or bf16 [rows, H, R+P]
+  TensorView q;  ///< as of MlaDecode
   LatentCacheView cache;
-  TensorView topk_slots;      ///< int32 [rows, k]
-  TensorView topk_lens = {};  ///< optional int32 [rows]
-  TensorView out;             ///< out, fp32 or bf16 [rows, H, R]
-  TensorView lse = {};        ///< out, optional fp32 [rows, H], natural logarithm
+  TensorView topk_slots;       ///< int32 [rows, k]
+  TensorView topk_lens = {};   ///< optional int32 [rows]; less than 0 is 0, more than k is k
+  TensorView attn_sink = {};   ///< optional fp32 [H]
+  TensorView out;              ///< out, fp32 or bf16 [rows, H, R]
+  TensorView lse = {};         ///< out, optional fp32 [rows, H], natural logarithm
+  TensorView max_logits = {};  ///< out, optional fp32 [rows, H]
   float softmax_scale = 0.0f;
+  float q_scale = 1.0f;
 
   template <class Self, class F>
   static void for_each_view(Self& s, F&& f) {
     f("q", s.q);
     f("topk_slots", s.topk_slots);
     f("topk_lens", s.topk_lens);
+    f("attn_sink", s.attn_sink);
     f("out", s.out);
     f("lse", s.lse);
+    f("max_logits", s.max_logits);
   }
-  auto options() const { return std::tuple_cat(cache.options(), std::tuple{softmax_scale}); }
+  auto options() const { return std::tuple_cat(cache.options(), std::tuple{softmax_scale, q_scale}); }
 };
 
 }  // namespace v0

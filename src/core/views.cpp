@@ -40,6 +40,12 @@ __extension__ typedef __int128 Wide;  // products of sizes that a caller may hav
 // A byte offset must fit an int64 with room for a kernel's own additions.
 constexpr Wide kMaxOffset = static_cast<Wide>(1) << 62;
 
+void check_page_stride(const char* function, const LatentCacheView& c, Wide page_bytes) {
+  if (c.page_stride_bytes < page_bytes)
+    fail_argument(function, "cache.page_stride_bytes is {}; accepted: {} rows at a distance of {} bytes or more",
+                  c.page_stride_bytes, c.page_size, c.row_stride_bytes);
+}
+
 template <class Cache>
 void check_pages(const char* function, const Cache& c, int64_t token_bytes, Device device) {
   if (!(c.device == device))
@@ -66,7 +72,8 @@ constexpr int32_t kPackedGroup = 128;
 
 bool is_natural(std::string_view name, DType dtype) noexcept {
   if (dtype == DType::kI32 || dtype == DType::kI64) return true;
-  for (const std::string_view small : {"lse", "lse_a", "lse_b", "weights", "logits", "cos_sin"}) {
+  for (const std::string_view small :
+       {"lse", "lse_a", "lse_b", "max_logits", "attn_sink", "weights", "logits", "cos_sin"}) {
     if (name == small) return true;
   }
   return false;
@@ -146,6 +153,18 @@ void check_softmax_scale(const char* function, float scale) {
     fail_argument(function, "softmax_scale is {}; accepted: a finite positive number", scale);
 }
 
+void check_query_scale(const char* function, DType q, LatentFormat cache, float scale) {
+  if (q != DType::kE4m3) {
+    if (scale != 1.0f) fail_argument(function, "q_scale is {}; accepted: 1 (q is {})", scale, to_string(q));
+    return;
+  }
+  if (cache != LatentFormat::kE4m3 && cache != LatentFormat::kE4m3PerToken)
+    fail_argument(function, "q is e4m3 and the cache is {}; accepted: fp32 or bf16 (e4m3 with a cache of e4m3 or {})",
+                  to_string(cache), to_string(LatentFormat::kE4m3PerToken));
+  if (!std::isfinite(scale) || !(scale > 0.0f))
+    fail_argument(function, "q_scale is {}; accepted: a finite positive number", scale);
+}
+
 void check_cache(const char* function, const LatentCacheView& c, Device device) {
   if (c.format > LatentFormat::kE4m3PerToken)
     fail_argument(function, "cache.format is {}; accepted: a LatentFormat", static_cast<int>(c.format));
@@ -162,7 +181,18 @@ void check_cache(const char* function, const LatentCacheView& c, Device device) 
   if (c.format == LatentFormat::kE4m3 && !(std::isfinite(c.scale) && c.scale > 0.0f))
     fail_argument(function, "cache.scale is {}; accepted: a finite positive number (1 for a checkpoint without scales)",
                   c.scale);
-  check_pages(function, c, latent_row_bytes(c.format, g), device);
+  const int64_t row_bytes = latent_row_bytes(c.format, g);
+  if (c.row_stride_bytes != 0) {
+    if (c.format == LatentFormat::kE4m3PerToken)
+      fail_argument(function, "cache.row_stride_bytes is {}; accepted: 0 (format {}, whose pages are planes)",
+                    c.row_stride_bytes, to_string(c.format));
+    const bool apart = c.row_stride_bytes > row_bytes && c.row_stride_bytes % static_cast<int64_t>(kBaseAlignment) == 0;
+    if (c.row_stride_bytes != row_bytes && !apart)
+      fail_argument(function, "cache.row_stride_bytes is {}; accepted: 0, or a multiple of {} from {} (a row)",
+                    c.row_stride_bytes, kBaseAlignment, row_bytes);
+    check_page_stride(function, c, static_cast<Wide>(c.row_stride_bytes) * (c.page_size - 1) + row_bytes);
+  }
+  check_pages(function, c, row_bytes, device);
 }
 
 void check_cache(const char* function, const IndexCacheView& c, Device device) {

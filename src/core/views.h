@@ -3,7 +3,7 @@
 //
 // Alignment: base pointers of data are multiples of 16 bytes, and so are the strides of their rows and pages.
 // "Natural" tensors need the alignment of one element only: int32 and int64 tensors of any shape, and the small fp32
-// ones that engines slice as they like: lse, lse_a, lse_b, weights, logits, cos_sin.
+// ones that engines slice as they like: lse, lse_a, lse_b, max_logits, attn_sink, weights, logits, cos_sin.
 #pragma once
 
 #include <initializer_list>
@@ -50,6 +50,8 @@ void check_same_dtype(const char* function, const char* name_a, const TensorView
                       const TensorView& b);
 
 void check_softmax_scale(const char* function, float scale);
+/// The scale of a query, and whether a cache of that format meets a query of that dtype.
+void check_query_scale(const char* function, DType q, LatentFormat cache, float scale);
 void check_cache(const char* function, const LatentCacheView& cache, Device device);
 void check_cache(const char* function, const IndexCacheView& cache, Device device);
 /// The page table and the query rows of a call with `num_rows` rows.

@@ -78,6 +78,10 @@ void check_one(const char* function, const char* what, size_t layer, const Cache
 
 void check_layer(const char* function, size_t l, const LayerCaches& layer) {
   check_one(function, "latent", l, layer.latent);
+  if (layer.latent.row_stride() != latent_row_bytes(layer.latent.format, layer.latent.geometry))
+    fail_argument(function,
+                  "the latent cache of layer {} has a row_stride_bytes of {}; accepted: 0, pages in one piece", l,
+                  layer.latent.row_stride_bytes);
   if (!layer.index) return;
   check_one(function, "index", l, *layer.index);
   if (layer.index->page_size != layer.latent.page_size || layer.index->num_pages != layer.latent.num_pages)

@@ -8,7 +8,7 @@ template <>
 void check(const SparseAttention& p) {
   const char* const fn = SparseAttention::kName;
   const RowGeometry g = p.cache.geometry;
-  check_tensor(fn, "q", p.q, {DType::kF32, DType::kBf16},
+  check_tensor(fn, "q", p.q, {DType::kF32, DType::kBf16, DType::kE4m3},
                {{"rows"}, {.label = "num_heads", .minimum = 1}, {"latent_dim + rope_dim", g.width()}});
   const int64_t rows = p.q.shape[0];
   const int64_t heads = p.q.shape[1];
@@ -18,7 +18,10 @@ void check(const SparseAttention& p) {
   check_tensor(fn, "out", p.out, {DType::kF32, DType::kBf16},
                {{"rows", rows}, {"num_heads", heads}, {"latent_dim", g.latent_dim}}, Access::kWrite);
   check_optional(fn, "lse", p.lse, {DType::kF32}, {{"rows", rows}, {"num_heads", heads}}, Access::kWrite);
+  check_optional(fn, "max_logits", p.max_logits, {DType::kF32}, {{"rows", rows}, {"num_heads", heads}}, Access::kWrite);
+  check_optional(fn, "attn_sink", p.attn_sink, {DType::kF32}, {{"num_heads", heads}});
   check_softmax_scale(fn, p.softmax_scale);
+  check_query_scale(fn, p.q.dtype, p.cache.format, p.q_scale);
 }
 
 template <>

@@ -7,7 +7,7 @@ inline namespace v0 {
 template <>
 void check(const TopK& p) {
   const char* const fn = TopK::kName;
-  check_tensor(fn, "logits", p.logits, {DType::kF32}, {{"rows"}, {"max_keys"}});
+  check_tensor(fn, "logits", p.logits, {DType::kF32, DType::kBf16}, {{"rows"}, {"max_keys"}});
   const int64_t rows = p.logits.shape[0];
   if (p.logits.shape[1] > std::numeric_limits<int32_t>::max())
     fail_argument(fn, "logits is {}; accepted: fewer than 2^31 columns (positions are int32)", describe(p.logits));

@@ -4,16 +4,32 @@
 #include <cstdint>
 #include <span>
 
-#include "gannet/kv_cache.h"
-#include "gannet/tensor.h"
+#include "gannet/ops.h"
 
 namespace gannet {
 inline namespace v0 {
 namespace ref {
 
-/// out[row, h, :] and lse[row, h] (where given) for every head h (spec A.2).
-void attend(const TensorView& q, const LatentCacheView& cache, std::span<const int64_t> slots, double softmax_scale,
-            int64_t row, const TensorView& out, const TensorView& lse);
+/// What the two operations have in common.
+struct Attention {
+  TensorView q;
+  LatentCacheView cache;
+  double scale;  ///< of a score, that of a quantised query included
+  TensorView attn_sink, out, lse, max_logits;
+
+  template <class Params>
+  explicit Attention(const Params& p)
+      : q(p.q),
+        cache(p.cache),
+        scale(static_cast<double>(p.softmax_scale) * static_cast<double>(p.q_scale)),
+        attn_sink(p.attn_sink),
+        out(p.out),
+        lse(p.lse),
+        max_logits(p.max_logits) {}
+};
+
+/// out[row, h, :], lse[row, h] and max_logits[row, h] (where given) for every head h (spec A.2).
+void attend(const Attention& a, std::span<const int64_t> slots, int64_t row);
 
 }  // namespace ref
 }  // namespace v0

@@ -57,18 +57,18 @@ void read_latent(const LatentCacheView& cache, int64_t slot, double* row) {
   const int64_t offset = slot % cache.page_size;
   switch (cache.format) {
     case LatentFormat::kF32:
-      for (int64_t d = 0; d < r + p; ++d) row[d] = get<float>(page + (offset * (r + p) + d) * 4);
+      for (int64_t d = 0; d < r + p; ++d) row[d] = get<float>(page + offset * cache.row_stride() + d * 4);
       break;
     case LatentFormat::kBf16:
-      for (int64_t d = 0; d < r + p; ++d) row[d] = bf16_at(page + (offset * (r + p) + d) * 2);
+      for (int64_t d = 0; d < r + p; ++d) row[d] = bf16_at(page + offset * cache.row_stride() + d * 2);
       break;
     case LatentFormat::kE4m3:
       for (int64_t d = 0; d < r + p; ++d)
-        row[d] = e4m3_at(page + offset * (r + p) + d) * static_cast<double>(cache.scale);
+        row[d] = e4m3_at(page + offset * cache.row_stride() + d) * static_cast<double>(cache.scale);
       break;
     case LatentFormat::kPacked656: {
       const int64_t groups = (r + kPackedGroup - 1) / kPackedGroup;
-      const std::byte* values = page + offset * (r + 4 * groups + 2 * p);
+      const std::byte* values = page + offset * cache.row_stride();
       const std::byte* scales = values + r;
       const std::byte* rope = scales + 4 * groups;
       for (int64_t d = 0; d < r; ++d)
@@ -95,18 +95,19 @@ void write_latent(const LatentCacheView& cache, int64_t slot, const float* row) 
   const int64_t offset = slot % cache.page_size;
   switch (cache.format) {
     case LatentFormat::kF32:
-      for (int64_t d = 0; d < r + p; ++d) put(page + (offset * (r + p) + d) * 4, row[d]);
+      for (int64_t d = 0; d < r + p; ++d) put(page + offset * cache.row_stride() + d * 4, row[d]);
       break;
     case LatentFormat::kBf16:
-      for (int64_t d = 0; d < r + p; ++d) put(page + (offset * (r + p) + d) * 2, Bf16::from_float(row[d]));
+      for (int64_t d = 0; d < r + p; ++d) put(page + offset * cache.row_stride() + d * 2, Bf16::from_float(row[d]));
       break;
     case LatentFormat::kE4m3:
-      for (int64_t d = 0; d < r + p; ++d) put(page + offset * (r + p) + d, E4m3::from_float(row[d] / cache.scale));
+      for (int64_t d = 0; d < r + p; ++d)
+        put(page + offset * cache.row_stride() + d, E4m3::from_float(row[d] / cache.scale));
       break;
     case LatentFormat::kPacked656: {
       // A power of two, so that readers that round the scale to bf16 are exact too (spec 3.10); floor 1e-4.
       const int64_t groups = (r + kPackedGroup - 1) / kPackedGroup;
-      std::byte* values = page + offset * (r + 4 * groups + 2 * p);
+      std::byte* values = page + offset * cache.row_stride();
       std::byte* scales = values + r;
       std::byte* rope = scales + 4 * groups;
       for (int64_t g = 0; g < groups; ++g) {

@@ -16,6 +16,10 @@ namespace {
 
 constexpr double kNoKeys = -std::numeric_limits<double>::infinity();
 
+/// e^(score - max), and 0 for a score of -inf, also where every other one is -inf too (A.4: weight 0 by definition).
+double weight_of(double score, double max) { return score == kNoKeys ? 0.0 : std::exp(score - max); }
+
+/// NaN left out.
 double largest(const double* x, size_t n) {
   double m = kNoKeys;
   for (size_t i = 0; i < n; ++i) {
@@ -26,25 +30,24 @@ double largest(const double* x, size_t n) {
 
 }  // namespace
 
-void attend(const TensorView& q, const LatentCacheView& cache, std::span<const int64_t> slots, double softmax_scale,
-            int64_t row, const TensorView& out, const TensorView& lse) {
-  const auto width = static_cast<size_t>(cache.geometry.width());
-  const auto r = static_cast<size_t>(cache.geometry.latent_dim);
-  const auto heads = static_cast<size_t>(q.shape[1]);
+void attend(const Attention& a, std::span<const int64_t> slots, int64_t row) {
+  const auto width = static_cast<size_t>(a.cache.geometry.width());
+  const auto r = static_cast<size_t>(a.cache.geometry.latent_dim);
+  const auto heads = static_cast<size_t>(a.q.shape[1]);
   const size_t n = slots.size();
   std::vector<double> query(heads * width);
   for (size_t h = 0; h < heads; ++h) {
     for (size_t d = 0; d < width; ++d)
-      query[h * width + d] = load(q, row, static_cast<int64_t>(h), static_cast<int64_t>(d));
+      query[h * width + d] = load(a.q, row, static_cast<int64_t>(h), static_cast<int64_t>(d));
   }
   std::vector<double> key(width);
   std::vector<double> score(heads * n);  // [heads, n], then the weights
   for (size_t t = 0; t < n; ++t) {
-    read_latent(cache, slots[t], key.data());
+    read_latent(a.cache, slots[t], key.data());
     for (size_t h = 0; h < heads; ++h) {
       double dot = 0.0;
       for (size_t d = 0; d < width; ++d) dot += query[h * width + d] * key[d];
-      score[h * n + t] = softmax_scale * dot;
+      score[h * n + t] = a.scale * dot;
     }
   }
   std::vector<double> sum(heads, 0.0);
@@ -52,21 +55,25 @@ void attend(const TensorView& q, const LatentCacheView& cache, std::span<const i
   for (size_t h = 0; h < heads; ++h) {
     max[h] = largest(score.data() + h * n, n);
     for (size_t t = 0; t < n; ++t) {
-      score[h * n + t] = std::exp(score[h * n + t] - max[h]);
+      score[h * n + t] = weight_of(score[h * n + t], max[h]);
       sum[h] += score[h * n + t];
     }
   }
   std::vector<double> acc(heads * r, 0.0);
   for (size_t t = 0; t < n; ++t) {
-    read_latent(cache, slots[t], key.data());
+    read_latent(a.cache, slots[t], key.data());
     for (size_t h = 0; h < heads; ++h) {
       for (size_t d = 0; d < r; ++d) acc[h * r + d] += score[h * n + t] * key[d];
     }
   }
   for (size_t h = 0; h < heads; ++h) {
-    for (size_t d = 0; d < r; ++d)
-      store(out, n == 0 ? 0.0 : acc[h * r + d] / sum[h], row, static_cast<int64_t>(h), static_cast<int64_t>(d));
-    if (lse.given()) store(lse, n == 0 ? kNoKeys : max[h] + std::log(sum[h]), row, static_cast<int64_t>(h));
+    const auto head = static_cast<int64_t>(h);
+    const bool none = sum[h] == 0.0;  // no key, or none with a weight
+    const double sink = a.attn_sink.given() ? load(a.attn_sink, head) : kNoKeys;
+    const double all = none ? 1.0 : sum[h] + std::exp(sink - max[h]);
+    for (size_t d = 0; d < r; ++d) store(a.out, none ? 0.0 : acc[h * r + d] / all, row, head, static_cast<int64_t>(d));
+    if (a.lse.given()) store(a.lse, none ? kNoKeys : max[h] + std::log(sum[h]), row, head);
+    if (a.max_logits.given()) store(a.max_logits, max[h], row, head);
   }
 }
 
@@ -76,7 +83,7 @@ void run_mla_decode(const MlaDecode& p, const RunContext& context) {
     std::vector<int64_t> slots(static_cast<size_t>(r.num_keys));
     for (size_t t = 0; t < slots.size(); ++t)
       slots[t] = slot_of(p.pages, r.request, p.cache.page_size, static_cast<int64_t>(t));
-    attend(p.q, p.cache, slots, p.softmax_scale, row, p.out, p.lse);
+    attend(Attention(p), slots, row);
   });
 }
 
@@ -119,14 +126,14 @@ void run_ragged_prefill(const RaggedPrefill& p, const RunContext& context) {
       double sum = 0.0;
       acc.assign(acc.size(), 0.0);
       for (int64_t b = 0; b < n; ++b) {
-        const double weight = std::exp(score[static_cast<size_t>(b)] - max);
+        const double weight = weight_of(score[static_cast<size_t>(b)], max);
         sum += weight;
         for (int64_t d = 0; d < value_dim; ++d)
           acc[static_cast<size_t>(d)] += weight * values[static_cast<size_t>(b * value_dim + d)];
       }
       for (int64_t d = 0; d < value_dim; ++d)
-        store(p.out, n == 0 ? 0.0 : acc[static_cast<size_t>(d)] / sum, q_begin + a, h, d);
-      if (p.lse.given()) store(p.lse, n == 0 ? kNoKeys : max + std::log(sum), q_begin + a, h);
+        store(p.out, sum == 0.0 ? 0.0 : acc[static_cast<size_t>(d)] / sum, q_begin + a, h, d);
+      if (p.lse.given()) store(p.lse, sum == 0.0 ? kNoKeys : max + std::log(sum), q_begin + a, h);
     }
   });
 }

@@ -69,7 +69,9 @@ void run_topk(const TopK& p, const RunContext& context) {
   const int64_t k = p.positions.shape[1];
   context.executor.parallel_for(p.logits.shape[0], [&](int64_t row, int) {
     const int64_t n = std::max<int64_t>(0, load_int(p.lens, row));
-    const std::vector<int64_t> chosen = choose(p.logits.ptr<float>(row), n, k);
+    std::vector<float> scores(static_cast<size_t>(n));
+    for (int64_t i = 0; i < n; ++i) scores[static_cast<size_t>(i)] = static_cast<float>(load(p.logits, row, i));
+    const std::vector<int64_t> chosen = choose(scores.data(), n, k);
     for (int64_t c = 0; c < k; ++c) {
       const auto i = static_cast<size_t>(c);
       *p.positions.ptr<int32_t>(row, c) = i < chosen.size() ? static_cast<int32_t>(chosen[i]) : -1;
@@ -105,7 +107,7 @@ void run_sparse_attention(const SparseAttention& p, const RunContext& context) {
       const int64_t slot = *p.topk_slots.ptr<int32_t>(row, c);
       if (slot >= 0 && slot < p.cache.num_slots()) slots.push_back(slot);
     }
-    attend(p.q, p.cache, slots, p.softmax_scale, row, p.out, p.lse);
+    attend(Attention(p), slots, row);
   });
 }
 

@@ -389,9 +389,10 @@ Role role_of(std::string_view name) {
   } else if constexpr (std::is_same_v<Params, MergeState>) {
     if (is({"out_a", "lse_a"})) return Role::kInOut;
   } else {
-    if (is({"out", "lse", "logits", "positions", "counts", "topk_slots", "topk_lens", "topk_positions"})) {
+    if (is({"out", "lse", "max_logits", "logits", "positions", "counts", "topk_slots", "topk_lens",
+            "topk_positions"})) {
       const bool reads = (std::is_same_v<Params, TopK> && name == "logits") ||
-                         (std::is_same_v<Params, SparseAttention> && name != "out" && name != "lse");
+                         (std::is_same_v<Params, SparseAttention> && is({"topk_slots", "topk_lens"}));
       return reads ? Role::kInput : Role::kOutput;
     }
   }

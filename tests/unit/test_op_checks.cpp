@@ -230,7 +230,7 @@ TEST(Checks, MlaDecode) {
   expect_bad_caches_refused(decode());
   expect_bad_rows_refused(decode());
   std::vector<Broken<P>> list = {
-      half<P>("q is fp16; accepted: fp32 or bf16", &P::q),
+      half<P>("q is fp16; accepted: fp32, bf16 or e4m3", &P::q),
       half<P>("out is fp16", &P::out),
       {"q is int32", [](P& p) { p.q.dtype = DType::kI32; }},
       {"q is absent", [](P& p) { p.q = {}; }},
@@ -326,7 +326,7 @@ TEST(Checks, IndexLogits) {
                                    [](P& p) {
                                      p.weights = at<float>({4, 2});
                                    }},
-                                  {"logits is bf16", [](P& p) { p.logits.dtype = DType::kBf16; }},
+                                  {"logits is int32", [](P& p) { p.logits.dtype = DType::kI32; }},
                                   {"logits is fp32[3, 16]", [](P& p) { p.logits.shape[0] = 3; }},
                               });
 }
@@ -368,8 +368,8 @@ TEST(Checks, TopK) {
   good.positions = at<int32_t>({3, 8});
   good.counts = at<int32_t>({3});
   expect_refused<P>(good, {
-                              half<P>("logits is fp16; accepted: fp32", &P::logits),
-                              {"logits is bf16", [](P& p) { p.logits.dtype = DType::kBf16; }},
+                              half<P>("logits is fp16; accepted: fp32 or bf16", &P::logits),
+                              {"logits is int32", [](P& p) { p.logits.dtype = DType::kI32; }},
                               {"fewer than 2^31 columns", [](P& p) { p.logits.shape[1] = int64_t{1} << 31; }},
                               {"lens is int32[2]", [](P& p) { p.lens = at<int32_t>({2}); }},
                               {"k >= 1",

@@ -104,18 +104,24 @@ __device__ inline RowPlace place_row(const Rows& r, const Pages& t, int page_siz
   return {request, n < reach ? n : reach};
 }
 
-/// Value d of a latent row as fp32; d < R is latent, the rest rope.
+/// A cache as kernels take it: with a row stride even where rows lie one behind the other.
+inline LatentCacheView with_row_stride(LatentCacheView c) {
+  c.row_stride_bytes = c.row_stride();
+  return c;
+}
+
+/// Value d of a latent row as fp32; d < R is latent, the rest rope. The cache went through with_row_stride.
 __device__ inline float load_latent(const LatentCacheView& c, int64_t slot, int d) {
   const auto* page = static_cast<const unsigned char*>(c.data) + slot / c.page_size * c.page_stride_bytes;
   const int64_t offset = slot % c.page_size;
-  const int r = c.geometry.latent_dim, width = r + c.geometry.rope_dim;
+  const unsigned char* row = page + offset * c.row_stride_bytes;
+  const int r = c.geometry.latent_dim;
   switch (c.format) {
-    case LatentFormat::kF32: return reinterpret_cast<const float*>(page)[offset * width + d];
-    case LatentFormat::kBf16: return bf16_to_float(reinterpret_cast<const uint16_t*>(page)[offset * width + d]);
-    case LatentFormat::kE4m3: return e4m3_to_float(page[offset * width + d]) * c.scale;
+    case LatentFormat::kF32: return reinterpret_cast<const float*>(row)[d];
+    case LatentFormat::kBf16: return bf16_to_float(reinterpret_cast<const uint16_t*>(row)[d]);
+    case LatentFormat::kE4m3: return e4m3_to_float(row[d]) * c.scale;
     case LatentFormat::kPacked656: {
       const int groups = (r + 127) / 128;
-      const unsigned char* row = page + offset * (r + 4 * groups + 2 * c.geometry.rope_dim);
       if (d < r) return e4m3_to_float(row[d]) * reinterpret_cast<const float*>(row + r)[d / 128];
       return bf16_to_float(reinterpret_cast<const uint16_t*>(row + r + 4 * groups)[d - r]);
     }

@@ -10,6 +10,8 @@ namespace generic {
 
 namespace {
 
+float* floats_of(const TensorView& v) { return v.given() ? static_cast<float*>(v.data) : nullptr; }
+
 /// What the two absorbed forms share: lanes are heads of one row.
 struct Absorbed {
   const void* q;
@@ -17,7 +19,7 @@ struct Absorbed {
   int64_t q_row_stride, q_head_stride;
   int num_heads;
   LatentCacheView cache;
-  int64_t out_row_stride, out_head_stride, lse_row_stride;
+  int64_t out_row_stride, out_head_stride, lse_row_stride, max_row_stride;
   int64_t num_rows;
   int key_dim, value_dim;
   float softmax_scale;
@@ -32,14 +34,15 @@ struct Absorbed {
     q_head_stride = p.q.stride[1];
     num_heads = static_cast<int>(p.q.shape[1]);
     num_rows = p.q.shape[0];
-    cache = p.cache;
+    cache = with_row_stride(p.cache);
     out_row_stride = p.out.stride[0];
     out_head_stride = p.out.stride[1];
     lse_row_stride = p.lse.given() ? p.lse.stride[0] : 0;
+    max_row_stride = p.max_logits.given() ? p.max_logits.stride[0] : 0;
     key_dim = p.cache.geometry.width();
     value_dim = p.cache.geometry.latent_dim;
-    softmax_scale = p.softmax_scale;
-    output = {p.out.data, p.out.dtype, p.lse.given() ? static_cast<float*>(p.lse.data) : nullptr};
+    softmax_scale = p.softmax_scale * p.q_scale;
+    output = {p.out.data, p.out.dtype, floats_of(p.lse), floats_of(p.max_logits), floats_of(p.attn_sink)};
   }
   int head_blocks() const { return (num_heads + kLanes - 1) / kLanes; }
 
@@ -61,6 +64,8 @@ struct Absorbed {
     return g.row * out_row_stride + (g.first_head + lane) * out_head_stride;
   }
   __device__ int64_t lse_offset(const Base& g, int lane) const { return g.row * lse_row_stride + g.first_head + lane; }
+  __device__ int64_t max_offset(const Base& g, int lane) const { return g.row * max_row_stride + g.first_head + lane; }
+  __device__ int head(const Base& g, int lane) const { return g.first_head + lane; }
 };
 
 struct Dense : Absorbed {
@@ -175,6 +180,8 @@ struct Ragged {
   __device__ int64_t lse_offset(const Group& g, int lane) const {
     return (g.first_row + lane) * lse_row_stride + g.head;
   }
+  __device__ int64_t max_offset(const Group&, int) const { return 0; }  // no such output
+  __device__ int head(const Group& g, int) const { return g.head; }
 };
 
 template <class Problem>
@@ -235,7 +242,7 @@ void run_ragged_prefill(const RaggedPrefill& p, const RunContext& c) {
   r.value_dim = static_cast<int>(p.v.shape[2]);
   r.softmax_scale = p.softmax_scale;
   r.causal = p.causal;
-  r.output = {p.out.data, p.out.dtype, p.lse.given() ? static_cast<float*>(p.lse.data) : nullptr};
+  r.output = {p.out.data, p.out.dtype, floats_of(p.lse), nullptr, nullptr};
   const int64_t groups = r.num_q_rows / kLanes + r.num_requests;
   launch(RaggedPrefill::kName, r, groups * r.num_heads, p.q.device, c.stream);
 }

@@ -30,7 +30,9 @@ constexpr int kOutPerThread = kLanes * kMaxValueDim / kThreads;
 struct AttendOutput {
   void* out;
   DType out_dtype;
-  float* lse;  // or nullptr
+  float* lse;         // or nullptr
+  float* max_logits;  // or nullptr; its rows lie as those of lse do, at a stride of their own
+  const float* sink;  // of each head, or nullptr
 };
 
 inline size_t attend_shared_bytes(int key_dim, int value_dim, bool value_is_key) {
@@ -48,6 +50,7 @@ inline size_t attend_shared_bytes(int key_dim, int value_dim, bool value_is_key)
 //   bool key_valid(g, key)                          whether the key may be loaded at all
 //   float key(g, key, d), float value(g, key, d)
 //   int64_t out_offset(g, lane), int64_t lse_offset(g, lane)
+//   int64_t max_offset(g, lane), int head(g, lane)  where the output has max_logits and sink
 template <class Problem>
 __global__ void __launch_bounds__(kThreads) attend_kernel(const Problem p) {
   extern __shared__ float shared[];
@@ -107,13 +110,14 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const Problem p) {
         }
       if (any) {
         const float factor = row_max[tid] == m ? 1.0f : expf(row_max[tid] - m);
+        const float base = m == -INFINITY ? 0.0f : m;  // scores of -inf alone: weights of 0, not NaN
         float sum = row_sum[tid] * factor;
         for (int k = 0; k < kTileKeys; ++k) {
           if (!(valid[k] && first + k < bounds[tid])) {
             weights[tid][k] = -1.0f;
             continue;
           }
-          const float w = expf(weights[tid][k] - m);
+          const float w = expf(weights[tid][k] - base);
           weights[tid][k] = w;
           sum += w;
         }
@@ -140,16 +144,24 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const Problem p) {
     }
   }
   __syncthreads();
+  if (tid < lanes) {
+    const float sum = row_sum[tid];
+    float all = sum;  // what the weights are divided by; 0: there are none
+    if (p.output.sink != nullptr && sum != 0.0f) all += expf(p.output.sink[p.head(g, tid)] - row_max[tid]);
+    rescale[tid] = all;
+    if (p.output.lse != nullptr)
+      p.output.lse[p.lse_offset(g, tid)] = sum == 0.0f ? -INFINITY : row_max[tid] + logf(sum);
+    if (p.output.max_logits != nullptr) p.output.max_logits[p.max_offset(g, tid)] = row_max[tid];
+  }
+  __syncthreads();
 #pragma unroll
   for (int i = 0; i < kOutPerThread; ++i) {
     const int e = tid + i * kThreads;
     if (e >= lanes * dv) break;
     const int lane = e / dv, d = e % dv;
-    const float sum = row_sum[lane];
-    store_element(p.output.out, p.out_offset(g, lane) + d, p.output.out_dtype, sum == 0.0f ? 0.0f : acc[i] / sum);
+    const float all = rescale[lane];
+    store_element(p.output.out, p.out_offset(g, lane) + d, p.output.out_dtype, all == 0.0f ? 0.0f : acc[i] / all);
   }
-  if (tid < lanes && p.output.lse != nullptr)
-    p.output.lse[p.lse_offset(g, tid)] = row_sum[tid] == 0.0f ? -INFINITY : row_max[tid] + logf(row_sum[tid]);
 }
 
 }  // namespace generic

@@ -54,26 +54,24 @@ __global__ void __launch_bounds__(kThreads)
   const int r = c.geometry.latent_dim, width = c.geometry.width();
   auto* page = static_cast<unsigned char*>(c.data) + slot / c.page_size * c.page_stride_bytes;
   const int64_t offset = slot % c.page_size;
+  unsigned char* row = page + offset * c.row_stride_bytes;
   auto source = [&](int d) {
     return d < r ? load_element(latent.data, t * latent.row_stride + d, latent.dtype)
                  : load_element(rope.data, t * rope.row_stride + d - r, rope.dtype);
   };
   switch (c.format) {
     case LatentFormat::kF32:
-      for (int d = threadIdx.x; d < width; d += kThreads)
-        reinterpret_cast<float*>(page)[offset * width + d] = source(d);
+      for (int d = threadIdx.x; d < width; d += kThreads) reinterpret_cast<float*>(row)[d] = source(d);
       break;
     case LatentFormat::kBf16:
       for (int d = threadIdx.x; d < width; d += kThreads)
-        reinterpret_cast<uint16_t*>(page)[offset * width + d] = float_to_bf16(source(d));
+        reinterpret_cast<uint16_t*>(row)[d] = float_to_bf16(source(d));
       break;
     case LatentFormat::kE4m3:
-      for (int d = threadIdx.x; d < width; d += kThreads)
-        page[offset * width + d] = float_to_e4m3(__fdiv_rn(source(d), c.scale));
+      for (int d = threadIdx.x; d < width; d += kThreads) row[d] = float_to_e4m3(__fdiv_rn(source(d), c.scale));
       break;
     case LatentFormat::kPacked656: {
       const int groups = (r + 127) / 128;
-      unsigned char* row = page + offset * (r + 4 * groups + 2 * c.geometry.rope_dim);
       for (int g = 0; g < groups; ++g) {
         const int d = g * 128 + threadIdx.x;
         static_assert(kThreads == 128, "a thread is a value of a scale group");
@@ -235,12 +233,12 @@ void launch_rows(const char* function, Kernel kernel, int64_t blocks, const Devi
 
 void run_latent_write(const LatentWrite& p, const RunContext& c) {
   launch_rows(LatentWrite::kName, latent_write_kernel, p.slots.shape[0], p.latent.device, c.stream,
-              make_matrix(p.latent), make_matrix(p.rope), make_slots(p.slots), p.cache);
+              make_matrix(p.latent), make_matrix(p.rope), make_slots(p.slots), with_row_stride(p.cache));
 }
 
 void run_latent_gather(const LatentGather& p, const RunContext& c) {
   launch_rows(LatentGather::kName, latent_gather_kernel, p.slots.shape[0], p.latent.device, c.stream,
-              make_slots(p.slots), p.cache, make_matrix(p.latent), make_matrix(p.rope));
+              make_slots(p.slots), with_row_stride(p.cache), make_matrix(p.latent), make_matrix(p.rope));
 }
 
 void run_index_k_write(const IndexKWrite& p, const RunContext& c) {

@@ -32,7 +32,8 @@ struct LogitArgs {
   IndexCacheView cache;
   Rows rows;
   Pages pages;
-  float* logits;
+  void* logits;
+  DType logits_dtype;
   int64_t logits_stride, num_columns;
   int64_t first_row, num_rows;  // of the call; logits has row 0 for first_row
 };
@@ -71,7 +72,8 @@ __global__ void __launch_bounds__(kLogitThreads) index_logits_kernel(LogitArgs a
     for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
     if (lane == 0) {
       // A page id outside the pool cannot be scored: the lowest rank, so that it is never preferred to a real key.
-      a.logits[local * a.logits_stride + key] = slot >= 0 ? sum * index_k_scale(a.cache, slot) : -INFINITY;
+      store_element(a.logits, local * a.logits_stride + key, a.logits_dtype,
+                    slot >= 0 ? sum * index_k_scale(a.cache, slot) : -INFINITY);
     }
   }
 }
@@ -115,7 +117,8 @@ __device__ uint32_t order_key(float x) {
 }
 
 struct TopKArgs {
-  const float* logits;
+  const void* logits;
+  DType logits_dtype;
   int64_t logits_stride, num_columns;
   const int32_t* lens;  // or nullptr: the rows' bounds
   Rows rows;
@@ -161,14 +164,15 @@ __global__ void __launch_bounds__(kTopKThreads) topk_kernel(TopKArgs a) {
     for (int i = threadIdx.x; i < count; i += kTopKThreads) emit(i, i);
     return;
   }
-  const float* logits = a.logits + local * a.logits_stride;
+  const int64_t first = local * a.logits_stride;
+  auto key_at = [&](int64_t i) { return order_key(load_element(a.logits, first + i, a.logits_dtype)); };
   uint32_t prefix = 0, mask = 0;
   int remaining = a.k;  // entries still to be found among keys that match the prefix
   for (int shift = 24; shift >= 0; shift -= 8) {
     for (int i = threadIdx.x; i < kRadix; i += kTopKThreads) histogram[i] = 0;
     __syncthreads();
     for (int64_t i = threadIdx.x; i < n; i += kTopKThreads) {
-      const uint32_t key = order_key(logits[i]);
+      const uint32_t key = key_at(i);
       if ((key & mask) == prefix) atomicAdd(&histogram[(key >> shift) & (kRadix - 1)], 1);
     }
     __syncthreads();
@@ -188,7 +192,7 @@ __global__ void __launch_bounds__(kTopKThreads) topk_kernel(TopKArgs a) {
   int taken = 0, equal_seen = 0;
   for (int64_t base = 0; base < n; base += kTopKThreads) {
     const int64_t i = base + threadIdx.x;
-    const uint32_t key = i < n ? order_key(logits[i]) : 0;
+    const uint32_t key = i < n ? key_at(i) : 0;
     const bool larger = i < n && key > prefix, equal = i < n && key == prefix;
     int equal_before, equal_total;
     Scan(scan_storage).ExclusiveSum(equal ? 1 : 0, equal_before, equal_total);
@@ -218,7 +222,8 @@ int64_t select_rows_per_block(const IndexSelect& p) {
 void run_index_logits(const IndexLogits& p, const RunContext& c) {
   const DeviceGuard guard(IndexLogits::kName, p.q.device.index);
   LogitArgs a = logit_args(p.q, p.weights, p.cache, p.pages, p.rows);
-  a.logits = static_cast<float*>(p.logits.data);
+  a.logits = p.logits.data;
+  a.logits_dtype = p.logits.dtype;
   a.logits_stride = p.logits.stride[0];
   a.num_columns = p.logits.shape[1];
   a.num_rows = p.q.shape[0];
@@ -228,7 +233,8 @@ void run_index_logits(const IndexLogits& p, const RunContext& c) {
 void run_topk(const TopK& p, const RunContext& c) {
   const DeviceGuard guard(TopK::kName, p.logits.device.index);
   TopKArgs a{};
-  a.logits = static_cast<const float*>(p.logits.data);
+  a.logits = p.logits.data;
+  a.logits_dtype = p.logits.dtype;
   a.logits_stride = p.logits.stride[0];
   a.num_columns = p.logits.shape[1];
   a.lens = static_cast<const int32_t*>(p.lens.data);
@@ -252,11 +258,13 @@ void run_index_select(const IndexSelect& p, const RunContext& c) {
   const auto stream = static_cast<cudaStream_t>(c.stream.handle);
   const bool all = p.max_seq_len <= p.topk_slots.shape[1];
   LogitArgs l = logit_args(p.q, p.weights, p.cache, p.pages, p.rows);
-  l.logits = reinterpret_cast<float*>(c.workspace);
+  l.logits = c.workspace;
+  l.logits_dtype = DType::kF32;
   l.logits_stride = p.max_seq_len;
   l.num_columns = p.max_seq_len;
   TopKArgs t{};
   t.logits = l.logits;
+  t.logits_dtype = l.logits_dtype;
   t.logits_stride = p.max_seq_len;
   t.num_columns = p.max_seq_len;
   t.rows = l.rows;

@@ -2,6 +2,7 @@
 #include "cuda/mma/set.h"
 #include "core/format.h"
 #include "cuda/common/check.h"
+#include "cuda/common/refuse.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -18,7 +19,7 @@ std::string refuses_absorbed(const Params& p) {
   const RowGeometry g = p.cache.geometry;
   if (g.latent_dim != 512 || g.rope_dim != 64)
     return fmt::format("rows are {} + {} wide; accepted: 512 + 64", g.latent_dim, g.rope_dim);
-  return {};
+  return refuses_options(p);
 }
 
 std::string refuses_dense(const MlaDecode& p) {

@@ -47,7 +47,7 @@ void fill_common(Common& c, const Params& p) {
   c.q_head_stride = p.q.stride[1];
   c.num_heads = static_cast<int>(p.q.shape[1]);
   c.num_rows = p.q.shape[0];
-  c.cache = p.cache;
+  c.cache = with_row_stride(p.cache);
   c.softmax_scale = p.softmax_scale;
   c.out = p.out.data;
   c.out_dtype = p.out.dtype;
