@@ -245,7 +245,7 @@ struct Maker {
     for (int64_t set = 0; set < row.value("sets", 1); ++set) {
       IndexLogits p;
       auto [pages, count] = table(lens);
-      p.q = memory.random(DType::kBf16, {b * rows_each, h, kIndexDim});
+      p.q = memory.random(DType::kE4m3, {b * rows_each, h, kIndexDim}, 64.0f);
       p.weights = memory.random(DType::kF32, {b * rows_each, h});
       p.cache.num_pages = count;
       p.cache.page_stride_bytes = kPage * (kIndexDim + 4);
@@ -265,7 +265,7 @@ struct Maker {
       pairs -= static_cast<double>(b) * static_cast<double>(rows_each) * static_cast<double>(rows_each - 1) / 2;
     problem.flops = 2.0 * pairs * static_cast<double>(h) * kIndexDim;
     problem.bytes = static_cast<double>(b * kv) * (kIndexDim + 4) + 4.0 * pairs +
-                    static_cast<double>(b * rows_each * h) * (2 * kIndexDim + 4);
+                    static_cast<double>(b * rows_each * h) * (kIndexDim + 4);
     return problem;
   }
   void fill_scales(const IndexCacheView& c) {

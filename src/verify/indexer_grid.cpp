@@ -49,6 +49,7 @@ struct IndexerOptions {
   int64_t page_gap_bytes = 0;
   int64_t padding = 0;
   bool integers = false;  ///< whole numbers everywhere: every sum is exact, and ties abound
+  bool nans = false;      ///< NaN in keys 3 and 65 of each request and in a query of the last row
 };
 
 struct IndexerProblem {
@@ -56,6 +57,22 @@ struct IndexerProblem {
   IndexPool pool;
   Tensor q, weights, logits, slots, lens, positions;
 };
+
+void put_nans(IndexerProblem& s) {
+  const IndexCacheView& cache = s.pool.view;
+  for (size_t i = 0; i < s.paged.keys_of.size(); ++i) {
+    for (const int64_t position : {3, 65}) {
+      if (position >= s.paged.keys_of[i]) continue;
+      TensorView key = view(cache.values(s.paged.slot(static_cast<int64_t>(i), position)),
+                            cache.format == IndexKFormat::kF32    ? DType::kF32
+                            : cache.format == IndexKFormat::kBf16 ? DType::kBf16
+                                                                  : DType::kE4m3,
+                            {cache.head_dim});
+      set(key, NAN, position % cache.head_dim);
+    }
+  }
+  set(s.q.view, NAN, s.paged.num_rows - 1, s.q.view.shape[1] - 1, s.q.view.shape[2] - 1);
+}
 
 IndexerProblem make_indexer(const PagedSpec& spec, const IndexerOptions& o) {
   IndexerProblem s{
@@ -77,6 +94,7 @@ IndexerProblem make_indexer(const PagedSpec& spec, const IndexerOptions& o) {
     fill_normal(s.q, Rng(o.seed + 1));
     fill_normal(s.weights, Rng(o.seed + 2));  // negative ones too
   }
+  if (o.nans) put_nans(s);
   return s;
 }
 
@@ -144,6 +162,8 @@ void logits_case(Recorder& r, const std::string& case_class, const std::string& 
                  const std::string place = fmt::format("row {} key {}", row, e % columns);
                  if (static_cast<int64_t>(e % columns) >= s.paged.keys_of_row[row]) {
                    worst.see(std::memcmp(&want[e], &have[e], 4) == 0 ? 0.0 : 1.0, 0.0, place + " was written");
+                 } else if (std::isnan(want[e]) || std::isnan(have[e])) {
+                   worst.see(std::isnan(want[e]) == std::isnan(have[e]) ? 0.0 : 1.0, 0.0, place + " NaN or not");
                  } else {
                    worst.see(std::fabs(static_cast<double>(have[e]) - want[e]),
                              o.integers ? 0.0 : score_tolerance(o, scales[row]), place);
@@ -286,6 +306,22 @@ void verify_index_logits(Recorder& r) {
                      .row_indices = form == PageTableForm::kPadded},
                     o);
     }
+    // Many rows of a request: blocks of rows, and tiles of keys that only some of the rows see.
+    for (const int64_t heads : {5, 32, 64}) {
+      o.heads = heads;
+      logits_case(r, "many rows", fmt::format("{} heads, 9 and 21 rows", heads),
+                  {.seq_lens = {140, 9, 0, 64, 265}, .q_len = 9}, o);
+      logits_case(r, "many rows", fmt::format("{} heads, ragged", heads),
+                  {.seq_lens = {200, 5, 130, 64}, .ragged = {21, 1, 0, 8}, .page_size = 32}, o);
+    }
+    o.nans = true;
+    for (const int64_t heads : {4, 33, 64}) {
+      o.heads = heads;
+      logits_case(r, "NaN in keys and queries", fmt::format("{} heads", heads), {.seq_lens = {70, 3, 130}, .q_len = 2},
+                  o);
+    }
+    o.nans = false;
+    o.heads = 4;
     o.integers = true;
     logits_case(r, "whole numbers", "", {.seq_lens = {300, 65}, .q_len = 2}, o);
     o.integers = false;
