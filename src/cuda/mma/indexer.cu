@@ -12,10 +12,9 @@ namespace mma {
 
 namespace {
 
+using index_units::choose_units;
+using index_units::Problem;
 using indexer::Config;
-using indexer::Problem;
-
-int64_t divide_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
 
 template <class C>
 void launch(const char* function, Problem a, int device, int64_t rows, cudaStream_t stream) {
@@ -25,23 +24,7 @@ void launch(const char* function, Problem a, int device, int64_t rows, cudaStrea
   constexpr size_t kStaticBytes = 1024;  // parts, bounds and what the compiler adds
   const auto room = (static_cast<size_t>(shared) - kStaticBytes - C::shared_bytes(0)) / C::slot_bytes();
   const int slots = static_cast<int>(std::min<size_t>(room, indexer::kMaxSlots));
-  // Rows of a unit: those of a request, in equal parts where they are more than fit; ragged, of the average request.
-  const bool ragged = a.rows.cu_q_lens != nullptr;
-  const int64_t rows_of_request = ragged ? divide_up(rows, a.rows.num_requests) : a.rows.q_len;
-  a.rows_per_unit = static_cast<int>(divide_up(rows_of_request, divide_up(rows_of_request, slots)));
-  a.units_per_phase = std::clamp(slots / a.rows_per_unit, 1, indexer::kMaxUnits);
-  a.units_per_request = divide_up(rows_of_request, a.rows_per_unit);
-  const int64_t last_row = a.block.first_row + a.block.num_rows - 1;
-  if (ragged) {  // of a row: at least row / rows_per_unit - 1, at most that and the number of requests
-    a.first_unit = std::max<int64_t>(a.block.first_row / a.rows_per_unit - 1, 0);
-    a.num_units = last_row / a.rows_per_unit + a.rows.num_requests - a.first_unit;
-  } else {
-    const auto unit_of = [&](int64_t row) {
-      return row / a.rows.q_len * a.units_per_request + row % a.rows.q_len / a.rows_per_unit;
-    };
-    a.first_unit = unit_of(a.block.first_row);
-    a.num_units = unit_of(last_row) + 1 - a.first_unit;
-  }
+  choose_units(a, rows, slots);
   const size_t bytes = C::shared_bytes(a.rows_per_unit * a.units_per_phase);
   auto* kernel = indexer::index_logits_kernel<C>;
   GANNET_CUDA(function,
@@ -68,17 +51,7 @@ void launch_dims(const char* function, const Problem& a, int device, int64_t row
 void launch_index_logits(const char* function, const TensorView& q, const TensorView& weights,
                          const IndexCacheView& cache, const PageTableView& pages, const QueryRows& rows,
                          const LogitBlock& block, cudaStream_t stream) {
-  Problem a{};
-  a.q = q.data;
-  a.q_row_stride = q.stride[0];
-  a.q_head_stride = q.stride[1];
-  a.weights = static_cast<const float*>(weights.data);
-  a.weights_stride = weights.stride[0];
-  a.num_heads = static_cast<int>(q.shape[1]);
-  a.cache = cache;
-  a.rows = make_rows(rows);
-  a.pages = make_pages(pages);
-  a.block = block;
+  const Problem a = index_units::make_problem(q, weights, cache, pages, rows, block);
   if (q.dtype == DType::kBf16) launch_dims<true>(function, a, q.device.index, q.shape[0], stream);
   else launch_dims<false>(function, a, q.device.index, q.shape[0], stream);
 }

@@ -40,9 +40,8 @@
 
 #include <cuda_fp16.h>
 
-#include "cuda/common/index_logits.cuh"
+#include "cuda/common/index_units.cuh"
 #include "cuda/common/mma.cuh"
-#include "cuda/common/views.cuh"
 
 namespace gannet {
 inline namespace v0 {
@@ -50,26 +49,12 @@ namespace cuda {
 namespace mma {
 namespace indexer {
 
+using namespace index_units;
+
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kTileKeys = 64;
 constexpr int kHoistedHeadPairs = 1;  // up to 16 heads have registers for converted keys
 constexpr int kMaxUnits = 8;          // of a phase
 constexpr int kMaxSlots = 8;          // rows of queries in shared memory
-
-struct Problem {
-  const void* q;  // e4m3 or bf16
-  int64_t q_row_stride, q_head_stride;
-  const float* weights;
-  int64_t weights_stride;
-  int num_heads;
-  IndexCacheView cache;
-  Rows rows;
-  Pages pages;
-  LogitBlock block;
-  int rows_per_unit, units_per_phase;
-  int64_t units_per_request;      // for q_len rows a request
-  int64_t first_unit, num_units;  // enough for the rows of the block; those of other rows are empty
-};
 
 /// Operands of the tensor cores, heads padded to 16 * kHeadPairs, head_dim 64 * kChunks.
 template <bool kBf16Operands, int kHeadPairs_, int kChunks_>
@@ -178,66 +163,6 @@ __device__ inline float relu(float x) {
   return x;
 }
 
-// ---- units ----------------------------------------------------------------------------------------------------------
-
-struct Unit {
-  int64_t request, first_row, num_rows;
-  int64_t first_of_request, rows_of_request;
-  int32_t keys;  // of its last row, which sees most
-};
-
-__device__ inline int32_t keys_of(const Problem& p, const Unit& u, int64_t row) {
-  const int64_t n = row_bound(p.rows.bound, p.rows.seq_lens[u.request], u.rows_of_request, row - u.first_of_request);
-  const int64_t reach = min(page_list(p.pages, u.request).num_pages * p.cache.page_size, p.block.num_columns);
-  return static_cast<int32_t>(min(n, reach));
-}
-
-/// Unit number first_unit + index; one without rows of the block or without keys has keys == 0. Ragged: the units of
-/// request r start at cu_q_lens[r] / rows_per_unit + r, which leaves room for all of them; the rest are empty.
-__device__ inline Unit unit_at(const Problem& p, int64_t index) {
-  index += p.first_unit;
-  Unit u{};
-  int64_t group;
-  if (p.rows.cu_q_lens != nullptr) {
-    int64_t low = 0, high = p.rows.num_requests;
-    while (high - low > 1) {
-      const int64_t middle = (low + high) / 2;
-      if (p.rows.cu_q_lens[middle] / p.rows_per_unit + middle <= index) low = middle;
-      else high = middle;
-    }
-    u.request = low;
-    u.first_of_request = p.rows.cu_q_lens[low];
-    u.rows_of_request = p.rows.cu_q_lens[low + 1] - u.first_of_request;
-    group = index - (u.first_of_request / p.rows_per_unit + low);
-  } else {
-    u.request = index / p.units_per_request;
-    group = index % p.units_per_request;
-    u.first_of_request = u.request * p.rows.q_len;
-    u.rows_of_request = p.rows.q_len;
-  }
-  const int64_t offset = group * p.rows_per_unit;
-  const int64_t begin = max(u.first_of_request + offset, p.block.first_row);
-  const int64_t end =
-      min(u.first_of_request + min(offset + p.rows_per_unit, u.rows_of_request), p.block.first_row + p.block.num_rows);
-  if (group < 0 || begin >= end) return u;
-  u.first_row = begin;
-  u.num_rows = end - begin;
-  u.keys = keys_of(p, u, end - 1);
-  return u;
-}
-
-__device__ inline int tiles_of(const Unit& u) { return (u.keys + kTileKeys - 1) / kTileKeys; }
-
-/// A unit's part of the block's stretch of tiles.
-struct Part {
-  const int32_t* page_ids;
-  int64_t first_row;
-  int32_t num_rows;
-  int32_t keys;
-  int32_t first_tile;
-  int32_t begin;  // tiles of the parts before it
-};
-
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
 template <class C>
@@ -247,45 +172,13 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const Problem
   const int slots = p.rows_per_unit * p.units_per_phase;
   auto* weights = reinterpret_cast<float*>(queries + slots * C::kSlotWords);  // [slot][head]
   const uint32_t stages = shared_address(weights + slots * C::kHeads);
-  __shared__ Part parts[kMaxUnits + 1];  // the last one's `begin` is the number of tiles
-  __shared__ int32_t bounds[kMaxSlots];  // keys that the row of a slot sees
-  __shared__ int64_t warp_tiles[kWarps];
-  __shared__ int64_t next_unit, tiles_before;
-
+  __shared__ Schedule<kWarps, kMaxSlots> schedule;
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   const int g = lane / 4, t = lane % 4;
   constexpr uint32_t kAll = 0xffffffffu;
 
-  // ---- the block's stretch of tiles ----
-  const int64_t units_per_thread = (p.num_units + kThreads - 1) / kThreads;
-  const int64_t first_mine = tid * units_per_thread, last_mine = min(p.num_units, first_mine + units_per_thread);
-  int64_t mine = 0;
-  for (int64_t u = first_mine; u < last_mine; ++u) mine += tiles_of(unit_at(p, u));
-  int64_t before = mine;  // becomes the tiles of the threads before this one
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int64_t x = __shfl_up_sync(kAll, before, offset);
-    if (lane >= offset) before += x;
-  }
-  if (lane == 31) warp_tiles[warp] = before;
-  before -= mine;
-  __syncthreads();
-  int64_t total = 0;
-  for (int w = 0; w < kWarps; ++w) {
-    if (w < warp) before += warp_tiles[w];
-    total += warp_tiles[w];
-  }
-  const int64_t begin = total * blockIdx.x / gridDim.x, end = total * (blockIdx.x + 1) / gridDim.x;
-  if (begin >= end) return;
-  if (before <= begin && begin < before + mine) {
-    int64_t u = first_mine;
-    for (;; ++u) {
-      const int n = tiles_of(unit_at(p, u));
-      if (begin < before + n) break;
-      before += n;
-    }
-    next_unit = u;
-    tiles_before = before;
-  }
+  int64_t begin, end;
+  if (!schedule.find_stretch(p, begin, end)) return;
 
   const int64_t to_scales = int64_t{p.cache.page_size} * C::kDim;  // from the start of a page
   const auto* pool = static_cast<const unsigned char*>(p.cache.data);
@@ -302,56 +195,16 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const Problem
   const int my_key = 16 * t + g;  // and 8 more: the keys whose results this lane stores
 
   for (;;) {
-    // ---- a phase: units whose queries are in shared memory together ----
-    __syncthreads();  // next_unit is written; nobody reads the last phase's queries
-    const int64_t first_unit = next_unit, tiles_so_far = tiles_before;
-    __syncthreads();
-    if (warp == 0) {
-      Unit u{};
-      const bool taken = lane < p.units_per_phase && first_unit + lane < p.num_units;
-      if (taken) u = unit_at(p, first_unit + lane);
-      const int tiles = tiles_of(u);
-      int64_t last = tiles;
-      for (int offset = 1; offset < kMaxUnits; offset *= 2) {
-        const int64_t x = __shfl_up_sync(kAll, last, offset);
-        if (lane >= offset) last += x;
-      }
-      last += tiles_so_far;
-      const int64_t from = max(begin, last - tiles), to = min(end, last);
-      const int n = from < to ? static_cast<int>(to - from) : 0;
-      int behind = n;
-      for (int offset = 1; offset < kMaxUnits; offset *= 2) {
-        const int x = __shfl_up_sync(kAll, behind, offset);
-        if (lane >= offset) behind += x;
-      }
-      if (lane < p.units_per_phase) {
-        parts[lane] = {n > 0 ? page_list(p.pages, u.request).ids : nullptr, u.first_row,
-                       n > 0 ? static_cast<int32_t>(u.num_rows) : 0,        u.keys,
-                       static_cast<int32_t>(from - (last - tiles)),         behind - n};
-        for (int r = 0; r < (n > 0 ? u.num_rows : 0); ++r)
-          bounds[lane * p.rows_per_unit + r] = keys_of(p, u, u.first_row + r);
-      }
-      if (lane == p.units_per_phase - 1) {
-        parts[p.units_per_phase].begin = behind;
-        next_unit = first_unit + p.units_per_phase;
-        tiles_before = last;
-      }
-    }
-    __syncthreads();
-    const int num_tiles = parts[p.units_per_phase].begin;
-    const bool last_phase = tiles_before >= end || next_unit >= p.num_units;
-
-    auto part_of = [&](int i) {
-      int e = 0;
-      while (i >= parts[e + 1].begin) ++e;
-      return e;
-    };
+    schedule.next_phase(p, begin, end);
+    const int num_tiles = schedule.num_tiles(p);
+    const bool last_phase = schedule.last_phase(p, end);
+    const Part* const parts = schedule.parts;
 
     // Starts the copies of a tile into the warp's stage, and reads the scales of this lane's two keys.
     float next_scale[2];
     bool next_known[2];
     auto start_tile = [&](int i) {
-      const Part& part = parts[part_of(i)];
+      const Part& part = parts[schedule.part_of(i)];
       const int first_key = (part.first_tile + i - part.begin) * kTileKeys;
       const int count = part.keys - first_key;
       if (tile_in_page) {
@@ -447,7 +300,7 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const Problem
     // ---- tiles ----
 #pragma unroll 1
     for (int i = warp; i < num_tiles; i += kWarps) {
-      const int e = part_of(i);
+      const int e = schedule.part_of(i);
       const int first_key = (parts[e].first_tile + i - parts[e].begin) * kTileKeys;
       copy_async_wait<0>();
       __syncwarp();
@@ -494,7 +347,7 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const Problem
       const int num_rows = parts[e].num_rows, first_slot = e * p.rows_per_unit;
 #pragma unroll 1
       for (int r = 0; r < num_rows; ++r) {
-        const int bound = bounds[first_slot + r] - first_key;
+        const int bound = schedule.bounds[first_slot + r] - first_key;
         if (bound <= 0) continue;
         const uint4* query = reinterpret_cast<const uint4*>(queries + (first_slot + r) * C::kSlotWords) + lane;
         float acc[4][C::kGroups][4];

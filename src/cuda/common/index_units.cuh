@@ -1,0 +1,235 @@
+// How index logits are cut into work, the same for every tensor-core kernel of them.
+//
+// A unit is up to rows_per_unit rows of one request against all keys that the last of them sees, in tiles of kTileKeys
+// keys. The tiles of all units lie on a line; each block of the grid takes an equal stretch of it. Nothing is planned
+// before: a block finds its stretch from the lengths on the device, each thread summing the tiles of a run of units
+// (about 1 us for some hundreds of requests). It works through its stretch in phases: units_per_phase units whose
+// queries are in shared memory together.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/common/index_logits.cuh"
+#include "cuda/common/views.cuh"
+
+namespace gannet {
+inline namespace v0 {
+namespace cuda {
+namespace index_units {
+
+constexpr int kTileKeys = 64;
+constexpr int kMaxUnits = 8;  // of a phase
+
+struct Problem {
+  const void* q;  // e4m3 or bf16
+  int64_t q_row_stride, q_head_stride;
+  const float* weights;
+  int64_t weights_stride;
+  int num_heads;
+  IndexCacheView cache;
+  Rows rows;
+  Pages pages;
+  LogitBlock block;
+  int rows_per_unit, units_per_phase;
+  int64_t units_per_request;      // for q_len rows a request
+  int64_t first_unit, num_units;  // enough for the rows of the block; those of other rows are empty
+};
+
+inline Problem make_problem(const TensorView& q, const TensorView& weights, const IndexCacheView& cache,
+                            const PageTableView& pages, const QueryRows& rows, const LogitBlock& block) {
+  Problem p{};
+  p.q = q.data;
+  p.q_row_stride = q.stride[0];
+  p.q_head_stride = q.stride[1];
+  p.weights = static_cast<const float*>(weights.data);
+  p.weights_stride = weights.stride[0];
+  p.num_heads = static_cast<int>(q.shape[1]);
+  p.cache = cache;
+  p.rows = make_rows(rows);
+  p.pages = make_pages(pages);
+  p.block = block;
+  return p;
+}
+
+/// Chooses units for a call of `num_rows` rows where shared memory has room for the queries of `slots` rows.
+inline void choose_units(Problem& p, int64_t num_rows, int slots) {
+  const auto divide_up = [](int64_t n, int64_t unit) { return (n + unit - 1) / unit; };
+  // Rows of a unit: those of a request, in equal parts where they are more than fit; ragged, of the average request.
+  const bool ragged = p.rows.cu_q_lens != nullptr;
+  const int64_t rows_of_request = ragged ? divide_up(num_rows, p.rows.num_requests) : p.rows.q_len;
+  p.rows_per_unit = static_cast<int>(divide_up(rows_of_request, divide_up(rows_of_request, slots)));
+  p.units_per_phase = std::clamp(slots / p.rows_per_unit, 1, kMaxUnits);
+  p.units_per_request = divide_up(rows_of_request, p.rows_per_unit);
+  const int64_t last_row = p.block.first_row + p.block.num_rows - 1;
+  if (ragged) {  // of a row: at least row / rows_per_unit - 1, at most that and the number of requests
+    p.first_unit = std::max<int64_t>(p.block.first_row / p.rows_per_unit - 1, 0);
+    p.num_units = last_row / p.rows_per_unit + p.rows.num_requests - p.first_unit;
+  } else {
+    const auto unit_of = [&](int64_t row) {
+      return row / p.rows.q_len * p.units_per_request + row % p.rows.q_len / p.rows_per_unit;
+    };
+    p.first_unit = unit_of(p.block.first_row);
+    p.num_units = unit_of(last_row) + 1 - p.first_unit;
+  }
+}
+
+struct Unit {
+  int64_t request, first_row, num_rows;
+  int64_t first_of_request, rows_of_request;
+  int32_t keys;  // of its last row, which sees most
+};
+
+__device__ inline int32_t keys_of(const Problem& p, const Unit& u, int64_t row) {
+  const int64_t n = row_bound(p.rows.bound, p.rows.seq_lens[u.request], u.rows_of_request, row - u.first_of_request);
+  const int64_t reach = min(page_list(p.pages, u.request).num_pages * p.cache.page_size, p.block.num_columns);
+  return static_cast<int32_t>(min(n, reach));
+}
+
+/// Unit number first_unit + index; one without rows of the block or without keys has keys == 0. Ragged: the units of
+/// request r start at cu_q_lens[r] / rows_per_unit + r, which leaves room for all of them; the rest are empty.
+__device__ inline Unit unit_at(const Problem& p, int64_t index) {
+  index += p.first_unit;
+  Unit u{};
+  int64_t group;
+  if (p.rows.cu_q_lens != nullptr) {
+    int64_t low = 0, high = p.rows.num_requests;
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      if (p.rows.cu_q_lens[middle] / p.rows_per_unit + middle <= index) low = middle;
+      else high = middle;
+    }
+    u.request = low;
+    u.first_of_request = p.rows.cu_q_lens[low];
+    u.rows_of_request = p.rows.cu_q_lens[low + 1] - u.first_of_request;
+    group = index - (u.first_of_request / p.rows_per_unit + low);
+  } else {
+    u.request = index / p.units_per_request;
+    group = index % p.units_per_request;
+    u.first_of_request = u.request * p.rows.q_len;
+    u.rows_of_request = p.rows.q_len;
+  }
+  const int64_t offset = group * p.rows_per_unit;
+  const int64_t begin = max(u.first_of_request + offset, p.block.first_row);
+  const int64_t end =
+      min(u.first_of_request + min(offset + p.rows_per_unit, u.rows_of_request), p.block.first_row + p.block.num_rows);
+  if (group < 0 || begin >= end) return u;
+  u.first_row = begin;
+  u.num_rows = end - begin;
+  u.keys = keys_of(p, u, end - 1);
+  return u;
+}
+
+__device__ inline int tiles_of(const Unit& u) { return (u.keys + kTileKeys - 1) / kTileKeys; }
+
+/// A unit's part of the block's stretch of tiles.
+struct Part {
+  const int32_t* page_ids;
+  int64_t first_row;
+  int32_t num_rows;
+  int32_t keys;
+  int32_t first_tile;
+  int32_t begin;  // tiles of the parts before it in the phase
+};
+
+/// In shared memory. kWarps of the block, kSlots rows of queries at most.
+template <int kWarps, int kSlots>
+struct Schedule {
+  static constexpr int kThreads = 32 * kWarps;
+
+  Part parts[kMaxUnits + 1];  // of the phase; the last one's `begin` is the number of tiles
+  int32_t bounds[kSlots];     // keys that the row of a slot sees; slot = part * rows_per_unit + row
+  int64_t warp_tiles[kWarps];
+  int64_t next_unit, tiles_before;  // the next phase's first unit and the tiles before it
+
+  /// Tiles [begin, end) of the line for this block; false if there are none. next_phase() comes next.
+  __device__ bool find_stretch(const Problem& p, int64_t& begin, int64_t& end) {
+    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+    const int64_t units_per_thread = (p.num_units + kThreads - 1) / kThreads;
+    const int64_t first_mine = tid * units_per_thread, last_mine = min(p.num_units, first_mine + units_per_thread);
+    int64_t mine = 0;
+    for (int64_t u = first_mine; u < last_mine; ++u) mine += tiles_of(unit_at(p, u));
+    int64_t before = mine;  // becomes the tiles of the threads before this one
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const int64_t x = __shfl_up_sync(0xffffffffu, before, offset);
+      if (lane >= offset) before += x;
+    }
+    if (lane == 31) warp_tiles[warp] = before;
+    before -= mine;
+    __syncthreads();
+    int64_t total = 0;
+    for (int w = 0; w < kWarps; ++w) {
+      if (w < warp) before += warp_tiles[w];
+      total += warp_tiles[w];
+    }
+    begin = total * blockIdx.x / gridDim.x;
+    end = total * (blockIdx.x + 1) / gridDim.x;
+    if (begin >= end) return false;
+    if (before <= begin && begin < before + mine) {
+      int64_t u = first_mine;
+      for (;; ++u) {
+        const int n = tiles_of(unit_at(p, u));
+        if (begin < before + n) break;
+        before += n;
+      }
+      next_unit = u;
+      tiles_before = before;
+    }
+    return true;
+  }
+
+  /// Fills `parts` and `bounds`. All threads call it; nobody may still use the last phase's queries behind it.
+  __device__ void next_phase(const Problem& p, int64_t begin, int64_t end) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    __syncthreads();
+    const int64_t first_unit = next_unit, tiles_so_far = tiles_before;
+    __syncthreads();
+    if (warp == 0) {
+      Unit u{};
+      if (lane < p.units_per_phase && first_unit + lane < p.num_units) u = unit_at(p, first_unit + lane);
+      const int tiles = tiles_of(u);
+      int64_t last = tiles;
+      for (int offset = 1; offset < kMaxUnits; offset *= 2) {
+        const int64_t x = __shfl_up_sync(0xffffffffu, last, offset);
+        if (lane >= offset) last += x;
+      }
+      last += tiles_so_far;
+      const int64_t from = max(begin, last - tiles), to = min(end, last);
+      const int n = from < to ? static_cast<int>(to - from) : 0;
+      int behind = n;
+      for (int offset = 1; offset < kMaxUnits; offset *= 2) {
+        const int x = __shfl_up_sync(0xffffffffu, behind, offset);
+        if (lane >= offset) behind += x;
+      }
+      if (lane < p.units_per_phase) {
+        parts[lane] = {n > 0 ? page_list(p.pages, u.request).ids : nullptr, u.first_row,
+                       n > 0 ? static_cast<int32_t>(u.num_rows) : 0,        u.keys,
+                       static_cast<int32_t>(from - (last - tiles)),         behind - n};
+        for (int r = 0; r < (n > 0 ? u.num_rows : 0); ++r)
+          bounds[lane * p.rows_per_unit + r] = keys_of(p, u, u.first_row + r);
+      }
+      if (lane == p.units_per_phase - 1) {
+        parts[p.units_per_phase].begin = behind;
+        next_unit = first_unit + p.units_per_phase;
+        tiles_before = last;
+      }
+    }
+    __syncthreads();
+  }
+
+  __device__ bool last_phase(const Problem& p, int64_t end) const {
+    return tiles_before >= end || next_unit >= p.num_units;
+  }
+  __device__ int num_tiles(const Problem& p) const { return parts[p.units_per_phase].begin; }
+  /// The part that has tile i of the phase.
+  __device__ int part_of(int i) const {
+    int e = 0;
+    while (i >= parts[e + 1].begin) ++e;
+    return e;
+  }
+};
+
+}  // namespace index_units
+}  // namespace cuda
+}  // namespace v0
+}  // namespace gannet
