@@ -637,7 +637,7 @@ typedef struct gannet_step {
   const int32_t* prefix_lens; /* [num_extends]: tokens in the cache before this step */
   const int32_t* extend_lens; /* [num_extends]: new tokens; prefix + extend = seq_len */
   int64_t num_extends;
-  int32_t q_len; /* rows of each decode request: at least 1 */
+  int32_t q_len; /* rows of each decode request: at least 1 where there is one */
   gannet_row_bound decode_bound;
   const gannet_page_table* pages; /* int32 in host memory; NULL for an idle step only */
 } gannet_step;

@@ -48,7 +48,7 @@ BatchStep step_of(const char* function, const gannet_step* step) {
   s.seq_lens = span_of(function, "seq_lens", c.seq_lens, c.num_requests);
   s.prefix_lens = span_of(function, "prefix_lens", c.prefix_lens, c.num_extends);
   s.extend_lens = span_of(function, "extend_lens", c.extend_lens, c.num_extends);
-  s.q_len = c.q_len;
+  if (c.num_requests > c.num_extends) s.q_len = c.q_len;  // nothing decodes: it may be 0 like the rest
   s.decode_bound = enum_of(function, "decode_bound", c.decode_bound, RowBound::kUniformBlock);
   if (c.num_requests > 0) s.pages = pages_of(function, c.pages);
   return s;

@@ -1,4 +1,4 @@
-# cmake -DMODE=exports -DNM=nm -DLIBRARY=libgannet.so -P symbols.cmake
+# cmake -DMODE=exports -DNM=nm -DLIBRARY=libgannet.so -DINCLUDE_DIR=include -P symbols.cmake
 # cmake -DMODE=weak -DNM=nm -DOBJECTS=<file with one object a line> -P symbols.cmake
 if(MODE STREQUAL "exports")
   execute_process(COMMAND ${NM} -D --defined-only -P ${LIBRARY} OUTPUT_VARIABLE text COMMAND_ERROR_IS_FATAL ANY)
@@ -6,11 +6,32 @@ if(MODE STREQUAL "exports")
   set(foreign)
   foreach(line IN LISTS lines)
     string(REGEX MATCH "^[^ ]+" symbol "${line}")
-    # gannet::..., const members, type information of gannet::..., and the C functions; nothing from the inner namespaces.
-    if(NOT symbol MATCHES "^(_ZNK?6gannet|_ZT[ISV]N6gannet|gannet_)" OR symbol MATCHES "^_ZNK?6gannet2v0(3cpu|3ref|6detail)")
+    # gannet::v0, const members, and type information of it; nothing from the namespaces inside, whose names are in
+    # lower case, and nothing of gannet outside of the version.
+    if(symbol MATCHES "^gannet_")
+      list(APPEND of_c ${symbol})
+    elseif(NOT symbol MATCHES "^(_ZNK?|_ZT[ISV]N)6gannet2v0"
+           OR symbol MATCHES "^(_ZNK?|_ZT[ISV]N)6gannet2v0(3cpu|3ref|4capi|4cuda|6detail|6verify|9attention)")
       list(APPEND foreign ${symbol})
     endif()
   endforeach()
+  # Of C, what the headers of C declare, no more and no less.
+  set(declared)
+  foreach(header c_api.h version.h)
+    file(READ ${INCLUDE_DIR}/gannet/${header} header_text)
+    string(REGEX MATCHALL "GANNET_API [^;()]*gannet_[a-z0-9_]+\\(" declarations "${header_text}")
+    foreach(declaration IN LISTS declarations)
+      string(REGEX MATCH "gannet_[a-z0-9_]+\\($" name "${declaration}")
+      string(REPLACE "(" "" name ${name})
+      list(APPEND declared ${name})
+    endforeach()
+  endforeach()
+  list(SORT of_c)
+  list(SORT declared)
+  if(NOT of_c STREQUAL declared)
+    message(FATAL_ERROR "the headers of C declare\n  ${declared}\n${LIBRARY} exports\n  ${of_c}")
+  endif()
+  list(LENGTH of_c count_of_c)
   list(LENGTH lines count)
   foreach(wanted gannet_version _ZN6gannet2v07versionEv _ZTIN6gannet2v05ErrorE)
     if(NOT text MATCHES "(^|\n)${wanted} ")
@@ -21,7 +42,7 @@ if(MODE STREQUAL "exports")
     list(JOIN foreign "\n  " foreign)
     message(FATAL_ERROR "${LIBRARY} exports what is not Gannet's interface:\n  ${foreign}")
   endif()
-  message(STATUS "${LIBRARY} exports ${count} symbols, all of Gannet's interface")
+  message(STATUS "${LIBRARY} exports ${count} symbols, all of Gannet's interface; ${count_of_c} of C, as declared")
 elseif(MODE STREQUAL "weak")
   # A weak symbol (an inline function or a template that was not inlined) is merged by the linker with its copies in
   # other objects. If the copy compiled for AVX-512 wins, callers on machines without AVX-512 die of it.

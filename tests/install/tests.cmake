@@ -21,7 +21,8 @@ if(NOT CMAKE_CROSSCOMPILING)
 endif()
 
 add_test(NAME symbols.exports COMMAND ${CMAKE_COMMAND} -DMODE=exports -DNM=${CMAKE_NM}
-  -DLIBRARY=$<TARGET_FILE:gannet_shared> -P ${CMAKE_CURRENT_LIST_DIR}/symbols.cmake)
+  -DLIBRARY=$<TARGET_FILE:gannet_shared> -DINCLUDE_DIR=${PROJECT_SOURCE_DIR}/include
+  -P ${CMAKE_CURRENT_LIST_DIR}/symbols.cmake)
 
 # Without optimisation every inline function is a weak symbol.
 if(GANNET_X86 AND CMAKE_BUILD_TYPE STREQUAL "Release")

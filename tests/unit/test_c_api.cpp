@@ -1,0 +1,666 @@
+// The C API against the C++ interface: every operation and every call of the backends, bit for bit.
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "unit/attention_world.h"
+#include "unit/c_views.h"
+#include "verify/problem.h"
+
+namespace gannet_test {
+namespace {
+
+/// A context whose executor is a callback that does what a thread pool of three may do: tasks in any order.
+class CContext {
+ public:
+  CContext() {
+    const gannet_executor executor = {sizeof executor, this, 3, &CContext::run};
+    gannet_context_options options{};
+    options.struct_size = sizeof options;
+    options.executor = &executor;
+    must(gannet_context_create(&options, &context));
+  }
+  ~CContext() { gannet_context_free(&context); }
+  CContext(const CContext&) = delete;
+  CContext& operator=(const CContext&) = delete;
+  gannet_context* context = nullptr;
+  int64_t num_jobs = 0;
+
+ private:
+  static gannet_status run(void* user, int64_t num_tasks, gannet_task task, void* data) {
+    ++static_cast<CContext*>(user)->num_jobs;
+    for (int64_t t = num_tasks - 1; t >= 0; --t) task(data, t, static_cast<int32_t>((t * 7 + 1) % 3));
+    return GANNET_OK;
+  }
+};
+
+// ---- operations ---------------------------------------------------------------------------------------------------
+
+/// The arguments of an operation with everything that they point to.
+template <class Params>
+struct Problem {
+  Params p;
+  std::vector<std::shared_ptr<void>> kept;
+  std::span<std::byte> cache = {};  ///< where the operation writes one
+  verify::Tensor keep(verify::Tensor t) {
+    kept.push_back(t.buffer);
+    return t;
+  }
+  TensorView normal(DType dtype, std::initializer_list<int64_t> shape, uint64_t seed) {
+    const verify::Tensor t = keep(verify::make_tensor(dtype, shape));
+    verify::fill_normal(t, verify::Rng(seed));
+    return t.view;
+  }
+  TensorView empty(DType dtype, std::initializer_list<int64_t> shape) {
+    return keep(verify::make_tensor(dtype, shape)).view;
+  }
+  TensorView ints(const std::vector<int32_t>& values) { return keep(verify::make_ints(values)).view; }
+  verify::Paged& paged(verify::PagedSpec spec) {
+    auto paged = std::make_shared<verify::Paged>(std::move(spec));
+    kept.push_back(paged);
+    return *paged;
+  }
+};
+
+template <class Params>
+int num_views() {
+  int n = 0;
+  Params p;
+  Params::for_each_view(p, [&](const char*, TensorView&) { ++n; });
+  return n;
+}
+
+/// Runs one problem through each interface, planned and at once, with every implementation that runs here.
+template <class CArgs, class Params, class Make>
+void expect_same(gannet_op_kind kind, int num_arguments, Make&& make) {
+  EXPECT_EQ(num_views<Params>(), num_arguments) << Params::kName << " has another argument: c_api.h must have it too";
+  const CContext c;
+  for (const ImplInfo& info : list_implementations<Params>()) {
+    if (!info.runs_here || info.device != DeviceKind::kCpu) continue;
+    std::printf("%s %s\n", Params::kName, info.name.c_str());
+    SCOPED_TRACE(info.name);
+    Problem<Params> one = make(), planned = make(), once = make();
+    run_once(Context{}, one.p, {.impl = info.name});
+    const gannet_plan_options options = {sizeof options, info.name.c_str(), 1};
+    {
+      const CArgsOf<Params, CArgs> args(planned.p, kind);
+      gannet_plan* plan = nullptr;
+      must(gannet_plan_create(c.context, &args.args.op, &options, &plan));
+      EXPECT_EQ(gannet_plan_impl(plan), info.name);
+      std::vector<std::byte> workspace(gannet_plan_workspace_bytes(plan), std::byte{0xff});
+      must(gannet_plan_run(plan, &args.args.op, workspace.data(), workspace.size(), nullptr));
+      gannet_plan_free(&plan);
+      EXPECT_EQ(plan, nullptr);
+    }
+    const CArgsOf<Params, CArgs> args(once.p, kind);
+    must(gannet_run_once(c.context, &args.args.op, &options));
+    for (const Problem<Params>* other : {&planned, &once}) {
+      std::vector<TensorView> views;
+      Params::for_each_view(one.p, [&](const char*, TensorView& v) { views.push_back(v); });
+      size_t i = 0;
+      Params::for_each_view(other->p, [&](const char* name, const TensorView& v) {
+        const TensorView& w = views[i++];
+        ASSERT_EQ(v.num_elements(), w.num_elements());
+        const size_t bytes = static_cast<size_t>(v.num_elements()) * size_of(v.dtype);
+        EXPECT_TRUE(bytes == 0 || std::memcmp(v.data, w.data, bytes) == 0) << name;
+      });
+      EXPECT_TRUE(std::equal(one.cache.begin(), one.cache.end(), other->cache.begin(), other->cache.end()));
+    }
+  }
+}
+
+constexpr int64_t kRows = 4, kHeads = 3, kR = 512, kP = 64, kDi = 128;
+const verify::PagedSpec kSpec = {.seq_lens = {70, 9}, .q_len = 2, .form = PageTableForm::kCsr};
+
+template <class Params>
+Problem<Params> with_latent(LatentFormat format) {
+  Problem<Params> x;
+  verify::Paged& paged = x.paged(kSpec);
+  const verify::LatentPool pool = verify::make_latent_pool(paged, format, 7);
+  x.kept.push_back(pool.buffer);
+  x.p.cache = pool.view;
+  if constexpr (requires { x.p.pages; }) {
+    x.p.pages = paged.table();
+    x.p.rows = paged.rows();
+  }
+  return x;
+}
+
+template <class Params>
+Problem<Params> with_index() {
+  Problem<Params> x;
+  verify::PagedSpec spec = kSpec;
+  spec.form = PageTableForm::kPadded;
+  spec.row_indices = true;
+  verify::Paged& paged = x.paged(spec);
+  const verify::IndexPool pool = verify::make_index_pool(paged, IndexKFormat::kE4m3, ScaleFormat::kPowerOfTwo, kDi, 8);
+  x.kept.push_back(pool.buffer);
+  x.p.cache = pool.view;
+  if constexpr (requires { x.p.pages; }) {
+    x.p.pages = paged.table();
+    x.p.rows = paged.rows();
+    x.p.q = x.normal(DType::kF32, {kRows, 8, kDi}, 1);
+    x.p.weights = x.normal(DType::kF32, {kRows, 8}, 2);
+  }
+  return x;
+}
+
+TEST(CApiOps, CachesAndRope) {
+  expect_same<gannet_latent_write, LatentWrite>(GANNET_OP_LATENT_WRITE, 3, [] {
+    auto x = with_latent<LatentWrite>(LatentFormat::kE4m3);
+    x.p.latent = x.normal(DType::kBf16, {3, kR}, 1);
+    x.p.rope = x.normal(DType::kBf16, {3, kP}, 2);
+    x.p.slots = x.ints({64, -1, 70});
+    x.cache = {static_cast<std::byte*>(x.p.cache.data),
+               static_cast<size_t>(x.p.cache.num_pages * x.p.cache.page_stride_bytes)};
+    return x;
+  });
+  expect_same<gannet_latent_gather, LatentGather>(GANNET_OP_LATENT_GATHER, 3, [] {
+    auto x = with_latent<LatentGather>(LatentFormat::kPacked656);
+    x.p.slots = x.ints({64, -1, 65});
+    x.p.latent = x.empty(DType::kF32, {3, kR});
+    x.p.rope = x.empty(DType::kF32, {3, kP});
+    return x;
+  });
+  expect_same<gannet_index_k_write, IndexKWrite>(GANNET_OP_INDEX_K_WRITE, 2, [] {
+    auto x = with_index<IndexKWrite>();
+    x.p.k = x.normal(DType::kF32, {3, kDi}, 1);
+    x.p.slots = x.ints({64, -1, 70});
+    x.cache = {static_cast<std::byte*>(x.p.cache.data),
+               static_cast<size_t>(x.p.cache.num_pages * x.p.cache.page_stride_bytes)};
+    return x;
+  });
+  expect_same<gannet_index_k_gather, IndexKGather>(GANNET_OP_INDEX_K_GATHER, 2, [] {
+    auto x = with_index<IndexKGather>();
+    x.p.slots = x.ints({64, -1, 65});
+    x.p.k = x.empty(DType::kBf16, {3, kDi});
+    return x;
+  });
+  expect_same<gannet_rope, Rope>(GANNET_OP_ROPE, 3, [] {
+    Problem<Rope> x;
+    x.p.x = x.normal(DType::kBf16, {kRows, kHeads, 192}, 1);
+    x.p.positions = x.ints({0, 3, 9, 9});
+    x.p.cos_sin = x.normal(DType::kF32, {10, kP}, 2);
+    x.p.offset = 128;
+    x.p.pairing = RopePairing::kHalfSplit;
+    return x;
+  });
+}
+
+TEST(CApiOps, Dense) {
+  for (const bool causal : {false, true})
+    expect_same<gannet_ragged_prefill, RaggedPrefill>(GANNET_OP_RAGGED_PREFILL, 8, [&] {
+      Problem<RaggedPrefill> x;
+      x.p.q = x.normal(DType::kF32, {5, kHeads, 192}, 1);
+      x.p.k = x.normal(DType::kF32, {9, kHeads, 128}, 2);
+      x.p.k_rope = x.normal(DType::kF32, {9, 64}, 3);
+      x.p.v = x.normal(DType::kF32, {9, kHeads, 128}, 4);
+      x.p.cu_q_lens = x.ints({0, 2, 5});
+      x.p.cu_kv_lens = x.ints({0, 5, 9});
+      x.p.out = x.empty(DType::kF32, {5, kHeads, 128});
+      x.p.lse = x.empty(DType::kF32, {5, kHeads});
+      x.p.softmax_scale = 0.1f;
+      x.p.causal = causal;
+      return x;
+    });
+  expect_same<gannet_merge_state, MergeState>(GANNET_OP_MERGE_STATE, 6, [] {
+    Problem<MergeState> x;
+    x.p.out_a = x.normal(DType::kF32, {kRows, kHeads, 128}, 1);
+    x.p.lse_a = x.normal(DType::kF32, {kRows, kHeads}, 2);
+    x.p.out_b = x.normal(DType::kF32, {kRows, kHeads, 128}, 3);
+    x.p.lse_b = x.normal(DType::kF32, {kRows, kHeads}, 4);
+    x.p.count_a = x.ints({1, 0, 3, 0});
+    x.p.count_b = x.ints({1, 1, 0, 0});
+    x.p.base = LseBase::kTwo;
+    return x;
+  });
+  expect_same<gannet_mla_decode, MlaDecode>(GANNET_OP_MLA_DECODE, 9, [] {
+    auto x = with_latent<MlaDecode>(LatentFormat::kBf16);
+    x.p.rows.bound = RowBound::kUniformBlock;
+    x.p.q = x.normal(DType::kBf16, {kRows, kHeads, kR + kP}, 1);
+    x.p.out = x.empty(DType::kF32, {kRows, kHeads, kR});
+    x.p.lse = x.empty(DType::kF32, {kRows, kHeads});
+    x.p.softmax_scale = 0.05f;
+    return x;
+  });
+}
+
+TEST(CApiOps, Sparse) {
+  expect_same<gannet_index_logits, IndexLogits>(GANNET_OP_INDEX_LOGITS, 9, [] {
+    auto x = with_index<IndexLogits>();
+    x.p.logits = x.empty(DType::kF32, {kRows, 72});
+    return x;
+  });
+  expect_same<gannet_topk, TopK>(GANNET_OP_TOPK, 4, [] {
+    Problem<TopK> x;
+    x.p.logits = x.normal(DType::kF32, {3, 40}, 1);
+    x.p.lens = x.ints({40, 0, 5});
+    x.p.positions = x.empty(DType::kI32, {3, 8});
+    x.p.counts = x.empty(DType::kI32, {3});
+    return x;
+  });
+  expect_same<gannet_index_select, IndexSelect>(GANNET_OP_INDEX_SELECT, 11, [] {
+    auto x = with_index<IndexSelect>();
+    x.p.max_seq_len = 70;
+    x.p.topk_slots = x.empty(DType::kI32, {kRows, 16});
+    x.p.topk_lens = x.empty(DType::kI32, {kRows});
+    x.p.topk_positions = x.empty(DType::kI32, {kRows, 16});
+    return x;
+  });
+  expect_same<gannet_sparse_attention, SparseAttention>(GANNET_OP_SPARSE_ATTENTION, 5, [] {
+    auto x = with_latent<SparseAttention>(LatentFormat::kBf16);
+    x.p.q = x.normal(DType::kBf16, {2, kHeads, kR + kP}, 1);
+    const verify::Tensor slots = x.keep(verify::make_tensor(DType::kI32, {2, 4}));
+    const verify::Paged paged(kSpec);
+    for (int64_t i = 0; i < 2; ++i)
+      for (int64_t k = 0; k < 4; ++k)
+        *slots.view.ptr<int32_t>(i, k) = k == 3 ? -1 : static_cast<int32_t>(paged.slot(i, 2 * k));
+    x.p.topk_slots = slots.view;
+    x.p.topk_lens = x.ints({4, 2});
+    x.p.out = x.empty(DType::kF32, {2, kHeads, kR});
+    x.p.lse = x.empty(DType::kF32, {2, kHeads});
+    x.p.softmax_scale = 0.05f;
+    return x;
+  });
+}
+
+TEST(CApiOps, TheListOfImplementationsIsTheSame) {
+  std::vector<std::string> c, cpp;
+  const auto line = [](const std::string& op, const std::string& name, int device, int runs, int invariant) {
+    return op + " " + name + " " + std::to_string(device) + std::to_string(runs) + std::to_string(invariant);
+  };
+  for (const ImplInfo& i : list_all_implementations())
+    cpp.push_back(line(i.op, i.name, static_cast<int>(i.device), i.runs_here, i.batch_invariant));
+  std::function<void(const gannet_implementation&)> note = [&](const gannet_implementation& i) {
+    c.push_back(line(i.op, i.name, i.device, i.runs_here, i.batch_invariant));
+  };
+  must(gannet_list_implementations(
+      [](void* user, const gannet_implementation* i) {
+        (*static_cast<std::function<void(const gannet_implementation&)>*>(user))(*i);
+      },
+      &note));
+  EXPECT_EQ(c, cpp);
+  EXPECT_GT(c.size(), 12u);
+}
+
+// ---- backends -----------------------------------------------------------------------------------------------------
+
+/// What a driver has written, in its order.
+struct Written {
+  std::vector<Tensor> tensors;
+  std::string log;
+};
+
+Tensor i32(std::initializer_list<int64_t> shape) { return Tensor(DType::kI32, shape); }
+
+void attend_layer(World& w, int32_t layer, StepRows part, const Selection& selection, StepWrite write, Written& to) {
+  Tensor out = w.out(part), lse = w.lse(part);
+  const Tensor q = w.q_absorbed(part);
+  w.backend->attend({.layer = layer,
+                     .rows = part,
+                     .q = q.view,
+                     .write = std::move(write),
+                     .selection = selection,
+                     .out = out.view,
+                     .lse = lse.view});
+  to.tensors.push_back(std::move(out));
+  to.tensors.push_back(std::move(lse));
+}
+
+/// A mixed step by every road that the backend has.
+Written drive(World& w) {
+  Written to;
+  const bool sparse = w.backend->capabilities().attend_sparse;
+  w.backend->set_layer_hooks(
+      {.record = [&](int32_t l, LayerRecord r) { to.log += "record " + std::to_string(l) + to_string(r) + "\n"; },
+       .wait = [&](int32_t l) { to.log += "wait " + std::to_string(l) + "\n"; }});
+  w.backend->prepare(w.step());
+  Selection selection = AttendAll{};
+  Tensor slots, lens, positions;
+  const World::Kv kv0 = w.kv(0), kv1 = w.kv(1, StepRows::kPrefill);
+  if (sparse) {
+    const int64_t n = w.num_rows();
+    slots = i32({n, w.options.topk});
+    lens = i32({n});
+    positions = i32({n, w.options.topk});
+    const Tensor q = w.index_q(), weights = w.index_weights();
+    const TopKSelection chosen{.slots = slots.view, .lens = lens.view, .positions = positions.view};
+    w.backend->select({.layer = 0, .q = q.view, .weights = weights.view, .write = kv0.rows(), .out = chosen});
+    selection = chosen;
+  } else {
+    w.backend->write(0, StepRows::kAll, kv0.rows());
+  }
+  attend_layer(w, 0, StepRows::kAll, selection, AlreadyWritten{}, to);
+  const World::Kv all1 = w.kv(1);
+  attend_layer(w, 1, StepRows::kAll, selection, all1.rows(), to);
+  if (!sparse || w.options.topk >= 512) {
+    const auto prefill_args = [&](Tensor& out, Tensor& lse, const World::Kv& kv, const Tensor& q, const Tensor& k,
+                                  const Tensor& v) {
+      return DensePrefillCall{.layer = 1,
+                              .q = q.view,
+                              .k_nope = k.view,
+                              .k_rope = kv.rope.view,
+                              .v = v.view,
+                              .write = kv.rows(),
+                              .expand = w.expand(),
+                              .out = out.view,
+                              .lse = lse.view};
+    };
+    const Tensor q = w.q_expanded(StepRows::kPrefill), k = w.k_nope(), v = w.v();
+    const int64_t h = w.options.num_heads, n = w.num_prefill;
+    Tensor out(w.options.dtype, {n, h, World::kV}), lse(DType::kF32, {n, h});
+    w.backend->dense_prefill(prefill_args(out, lse, kv1, q, k, v));
+    to.tensors.push_back(std::move(out));
+    to.tensors.push_back(std::move(lse));
+    // The same by its parts.
+    Tensor parts(w.options.dtype, {n, h, World::kV}), parts_lse(DType::kF32, {n, h});
+    w.backend->prefill_new_tokens(prefill_args(parts, parts_lse, kv1, q, k, v));
+    World plain(w.options, {w.requests.begin(), w.requests.begin() + w.num_extends},
+                {w.requests.begin() + w.num_extends, w.requests.end()}, w.q_len);
+    plain.backend->prepare(plain.step());
+    const auto& chunks = plain.backend->step().prefix_chunks().chunks;
+    for (size_t i = 0; i < chunks.size(); ++i) {
+      const int64_t t = chunks[i].num_tokens;
+      Tensor latent(w.options.dtype, {t, World::kR}), rope(w.options.dtype, {t, World::kP}),
+          k_nope(w.options.dtype, {t, h, World::kN}), values(w.options.dtype, {t, h, World::kV});
+      w.backend->gather_prefix(1, static_cast<int64_t>(i), latent.view, rope.view);
+      w.expand()(latent.view, k_nope.view, values.view);
+      w.backend->prefill_prefix({.layer = 1,
+                                 .chunk = static_cast<int64_t>(i),
+                                 .q = q.view,
+                                 .k_nope = k_nope.view,
+                                 .k_rope = rope.view,
+                                 .v = values.view,
+                                 .out = parts.view,
+                                 .lse = parts_lse.view});
+    }
+    EXPECT_GT(chunks.size(), 1u);
+    to.tensors.push_back(std::move(parts));
+    to.tensors.push_back(std::move(parts_lse));
+  }
+  // A draft that goes on from the last rows, and an idle step.
+  w.backend->advance({.steps = 0, .seq_lens = w.seq_lens});
+  if (!sparse) {
+    const Tensor q(w.options.dtype, {static_cast<int64_t>(w.requests.size()), w.options.num_heads, 576});
+    std::memset(q.view.data, 0, q.bytes());
+    Tensor out(w.options.dtype, {static_cast<int64_t>(w.requests.size()), w.options.num_heads, 512});
+    w.backend->attend({.layer = 0, .q = q.view, .write = AlreadyWritten{}, .selection = AttendAll{}, .out = out.view});
+    to.tensors.push_back(std::move(out));
+  }
+  w.backend->prepare({});
+  for (auto& [op, impl] : w.backend->implementations()) to.log += op + " " + impl + "\n";
+  w.backend->set_layer_hooks({});
+  if (slots.view.given()) {
+    to.tensors.push_back(std::move(slots));
+    to.tensors.push_back(std::move(lens));
+    to.tensors.push_back(std::move(positions));
+  }
+  return to;
+}
+
+/// Decode steps of a captured batch, growing and shrinking.
+Written drive_captured(World& w) {
+  Written to;
+  const auto n = static_cast<int32_t>(w.requests.size());
+  w.backend->capture({.num_requests = n + 1, .q_len = w.q_len, .max_seq_len = 1024});
+  for (const int32_t given : {n, n - 1}) {
+    BatchStep step = w.step();
+    step.seq_lens = step.seq_lens.first(static_cast<size_t>(given));
+    step.pages.pages.shape[0] = given;
+    w.backend->refresh(step, n + 1);
+    const int64_t rows = int64_t{n + 1} * w.q_len;
+    Tensor q(w.options.dtype, {rows, w.options.num_heads, 576}), out(w.options.dtype, {rows, w.options.num_heads, 512});
+    std::memset(q.view.data, 0, q.bytes());
+    const Tensor some = w.q_absorbed();
+    std::memcpy(q.view.data, some.view.data, some.bytes());
+    World::Kv kv{Tensor(w.options.dtype, {rows, 512}), Tensor(w.options.dtype, {rows, 64}), {}};
+    const World::Kv mine = w.kv(1);
+    std::memcpy(kv.latent.view.data, mine.latent.view.data, mine.latent.bytes());
+    std::memcpy(kv.rope.view.data, mine.rope.view.data, mine.rope.bytes());
+    w.backend->attend({.layer = 1, .q = q.view, .write = kv.rows(), .selection = AttendAll{}, .out = out.view});
+    to.tensors.push_back(std::move(out));
+  }
+  return to;
+}
+
+void expect_same(const Written& a, const Written& b) {
+  EXPECT_EQ(a.log, b.log);
+  ASSERT_EQ(a.tensors.size(), b.tensors.size());
+  for (size_t i = 0; i < a.tensors.size(); ++i) EXPECT_TRUE(same_bits(a.tensors[i], b.tensors[i])) << "tensor " << i;
+}
+
+World mixed_world(const WorldOptions& o) {
+  return World(o, {{.prefix = 150, .rows = 3, .id = 1}, {.prefix = 0, .rows = 5, .id = 2}},
+               {{.prefix = 69, .rows = 1, .id = 3}});
+}
+
+TEST(CApiBackends, EveryCallGivesTheSameBits) {
+  for (const AttentionArch arch : {AttentionArch::kMla, AttentionArch::kDsa})
+    for (const int32_t topk : {16, 512}) {
+      if (arch == AttentionArch::kMla && topk == 16) continue;
+      WorldOptions o;
+      o.arch = arch;
+      o.topk = topk;
+      o.chunk_capacity = 128;
+      o.dtype = DType::kBf16;
+      o.latent_format = LatentFormat::kBf16;
+      o.index_format = IndexKFormat::kE4m3;
+      World cpp = mixed_world(o), c = mixed_world(o);
+      CContext context;
+      c.backend = std::make_unique<CBackend>(context.context, c.config());
+      c.backend->bind(c.layers());
+      EXPECT_STREQ(c.backend->name(), cpp.backend->name());
+      EXPECT_EQ(c.backend->capabilities().page_sizes, cpp.backend->capabilities().page_sizes);
+      EXPECT_EQ(c.backend->capabilities().latent_formats, cpp.backend->capabilities().latent_formats);
+      const Written expected = drive(cpp);
+      expect_same(expected, drive(c));
+      EXPECT_GT(context.num_jobs, 0);
+      EXPECT_NE(expected.log.find("record 0written"), std::string::npos) << expected.log;
+      std::printf("%s", expected.log.c_str());
+    }
+}
+
+TEST(CApiBackends, CapturedBatchesGiveTheSameBits) {
+  for (const AttentionArch arch : {AttentionArch::kMla, AttentionArch::kDsa}) {
+    WorldOptions o;
+    o.arch = arch;
+    World cpp(o, {}, {{.prefix = 150, .rows = 2, .id = 1}, {.prefix = 7, .rows = 2, .id = 2}}, 2);
+    World c(o, {}, {{.prefix = 150, .rows = 2, .id = 1}, {.prefix = 7, .rows = 2, .id = 2}}, 2);
+    CContext context;
+    c.backend = std::make_unique<CBackend>(context.context, c.config());
+    c.backend->bind(c.layers());
+    expect_same(drive_captured(cpp), drive_captured(c));
+  }
+}
+
+// The step as C sees it.
+TEST(CApiBackends, StepsChunksAndDraftsAreThoseOfThePlan) {
+  WorldOptions o;
+  o.chunk_capacity = 128;
+  World w = mixed_world(o);
+  CContext context;
+  CBackend c(context.context, w.config());
+  c.bind(w.layers());
+  c.prepare(w.step());
+  w.backend->prepare(w.step());
+  const StepPlan& plan = w.backend->step();
+  gannet_step_info info{};
+  info.struct_size = sizeof info;
+  must(gannet_backend_step(c.get(), &info));
+  EXPECT_EQ(info.mode, GANNET_STEP_MIXED);
+  EXPECT_EQ(info.num_requests, plan.num_requests());
+  EXPECT_EQ(info.num_extends, plan.num_extends());
+  EXPECT_EQ(info.num_rows, plan.num_rows());
+  EXPECT_EQ(info.num_prefill_rows, plan.rows(StepRows::kPrefill).size());
+  EXPECT_EQ(info.max_row_len, plan.max_row_len());
+  EXPECT_EQ(info.q_len, plan.q_len());
+  const auto same = [](const int32_t* a, std::span<const int32_t> b) {
+    EXPECT_TRUE(std::equal(b.begin(), b.end(), a));
+  };
+  same(info.seq_lens, plan.seq_lens());
+  same(info.cu_rows, plan.cu_rows());
+  same(info.positions, plan.positions());
+  same(info.write_slots, plan.write_slots());
+  same(info.row_lens, plan.row_lens());
+  ASSERT_EQ(info.num_prefix_chunks, static_cast<int64_t>(plan.prefix_chunks().chunks.size()));
+  ASSERT_GT(info.num_prefix_chunks, 1);
+  for (int64_t i = 0; i < info.num_prefix_chunks; ++i) {
+    gannet_prefix_chunk chunk{};
+    chunk.struct_size = sizeof chunk;
+    must(gannet_backend_prefix_chunk(c.get(), i, &chunk));
+    const PrefixChunk& wanted = plan.prefix_chunks().chunks[static_cast<size_t>(i)];
+    EXPECT_EQ(chunk.first_request, wanted.first_request);
+    EXPECT_EQ(chunk.num_requests, wanted.num_requests);
+    EXPECT_EQ(chunk.begin, wanted.begin);
+    EXPECT_EQ(chunk.num_tokens, wanted.num_tokens);
+  }
+  const int32_t accepted[] = {1};
+  int32_t rows[3], lens[3], wanted_rows[3], wanted_lens[3];
+  must(gannet_backend_narrow(c.get(), accepted, 1, rows, lens, 3));
+  narrow_rows(plan, accepted, wanted_rows);
+  narrow_seq_lens(plan, accepted, wanted_lens);
+  same(rows, wanted_rows);
+  same(lens, wanted_lens);
+}
+
+// ---- selections and pools -----------------------------------------------------------------------------------------
+
+TEST(CApiPools, AreThoseOfCpp) {
+  gannet_latent_pool_options lo{};
+  lo.struct_size = sizeof lo;
+  lo.num_layers = 2;
+  lo.format = GANNET_LATENT_E4M3;
+  lo.latent_dim = 512;
+  lo.rope_dim = 64;
+  lo.num_pages = 5;
+  lo.page_size = 64;
+  lo.scale = 0.5f;
+  const int32_t index_layers[] = {1};
+  gannet_index_k_pool_options io{};
+  io.struct_size = sizeof io;
+  io.layers = index_layers;
+  io.num_layers = 1;
+  io.format = GANNET_INDEX_K_E4M3;
+  io.scale_format = GANNET_SCALE_POWER_OF_TWO;
+  io.head_dim = 128;
+  io.num_pages = 5;
+  io.page_size = 64;
+  const LatentPoolOptions lcpp{.num_layers = 2, .format = LatentFormat::kE4m3, .num_pages = 5, .scale = 0.5f};
+  const IndexKPoolOptions icpp{.layers = {1}, .scale_format = ScaleFormat::kPowerOfTwo, .num_pages = 5};
+  const auto same_sizes = [](const gannet_pool_sizes& a, const PoolSizes& b) {
+    EXPECT_EQ(a.token_bytes, b.token_bytes);
+    EXPECT_EQ(a.page_bytes, b.page_bytes);
+    EXPECT_EQ(a.page_stride_bytes, b.page_stride_bytes);
+    EXPECT_EQ(a.layer_stride_bytes, b.layer_stride_bytes);
+    EXPECT_EQ(a.total_bytes, b.total_bytes);
+  };
+  gannet_pool_sizes sizes{};
+  sizes.struct_size = sizeof sizes;
+  must(gannet_latent_pool_sizes_of(&lo, &sizes));
+  same_sizes(sizes, latent_pool_sizes(lcpp));
+  must(gannet_index_k_pool_sizes_of(&io, &sizes));
+  same_sizes(sizes, index_k_pool_sizes(icpp));
+
+  // Over the caller's memory.
+  struct Counted {
+    int64_t bytes = 0;
+    int calls = 0;
+  } counted;
+  const gannet_memory memory = {sizeof memory,
+                                &counted,
+                                {GANNET_CPU, 0},
+                                [](void* user, size_t bytes, size_t alignment) {
+                                  static_cast<Counted*>(user)->bytes += static_cast<int64_t>(bytes);
+                                  ++static_cast<Counted*>(user)->calls;
+                                  return host_memory().allocate(bytes, alignment);
+                                },
+                                [](void* user, void* p, size_t bytes, size_t alignment) {
+                                  static_cast<Counted*>(user)->bytes -= static_cast<int64_t>(bytes);
+                                  host_memory().deallocate(p, bytes, alignment);
+                                }};
+  gannet_latent_pool* latent = nullptr;
+  gannet_index_k_pool* index = nullptr;
+  must(gannet_latent_pool_create(&lo, &memory, &latent));
+  must(gannet_index_k_pool_create(&io, &memory, &index));
+  EXPECT_EQ(counted.calls, 2);
+  gannet_latent_cache l[2];
+  gannet_index_cache i{};
+  must(gannet_latent_pool_layer(latent, 0, &l[0]));
+  must(gannet_latent_pool_layer(latent, 1, &l[1]));
+  must(gannet_index_k_pool_layer(index, 1, &i));
+  EXPECT_EQ(l[1].scale, 0.5f);
+  EXPECT_EQ(l[1].latent_dim, 512);
+  EXPECT_EQ(l[1].rope_dim, 64);
+  EXPECT_EQ(l[1].num_pages, 5);
+  EXPECT_EQ(static_cast<char*>(l[1].data) - static_cast<char*>(l[0].data), latent_pool_sizes(lcpp).layer_stride_bytes);
+  EXPECT_EQ(i.head_dim, 128);
+  EXPECT_EQ(i.scale_format, GANNET_SCALE_POWER_OF_TWO);
+
+  // Pages that travel: what goes out of pages 1 and 2 comes back into 4 and 3.
+  const gannet_layer layers[] = {{&l[0], nullptr}, {&l[1], &i}};
+  const int32_t from[] = {1, 2}, to[] = {4, 3};
+  int64_t bytes = 0;
+  must(gannet_exported_bytes(layers, 2, 2, &bytes));
+  EXPECT_EQ(bytes, 2 * 2 * latent_pool_sizes(lcpp).page_bytes + 2 * index_k_pool_sizes(icpp).page_bytes);
+  for (const gannet_latent_cache& c : l)
+    for (int64_t b = 0; b < 5 * c.page_stride_bytes; ++b)
+      static_cast<uint8_t*>(c.data)[b] = static_cast<uint8_t>(b * 7 % 251);
+  for (int64_t b = 0; b < 5 * i.page_stride_bytes; ++b)
+    static_cast<uint8_t*>(i.data)[b] = static_cast<uint8_t>(b * 5 % 253);
+  std::vector<uint8_t> buffer(static_cast<size_t>(bytes)), again(buffer.size());
+  must(gannet_export_pages(layers, 2, from, 2, buffer.data(), buffer.size()));
+  must(gannet_import_pages(layers, 2, to, 2, buffer.data(), buffer.size()));
+  must(gannet_export_pages(layers, 2, to, 2, again.data(), again.size()));
+  EXPECT_EQ(buffer, again);
+  const gannet_move move = {1, 3};
+  must(gannet_copy_pages(layers, 2, &move, 1));
+  const int32_t pages13[] = {1, 3};
+  must(gannet_export_pages(layers, 2, pages13, 2, again.data(), again.size()));
+  EXPECT_EQ(std::memcmp(again.data(), again.data() + 64 * 576, 64 * 576), 0);
+  const gannet_move slot = {64, 5};
+  must(gannet_copy_slots(layers, 2, &slot, 1));
+  EXPECT_EQ(std::memcmp(static_cast<uint8_t*>(l[0].data) + l[0].page_stride_bytes,
+                        static_cast<uint8_t*>(l[0].data) + 5 * 576, 576),
+            0);
+  gannet_latent_pool_free(&latent);
+  gannet_index_k_pool_free(&index);
+  EXPECT_EQ(latent, nullptr);
+  EXPECT_EQ(index, nullptr);
+  EXPECT_EQ(counted.bytes, 0);
+}
+
+TEST(CApiPools, PagesAreCounted) {
+  gannet_page_allocator* pages = nullptr;
+  must(gannet_page_allocator_create(8, &pages));
+  EXPECT_EQ(gannet_page_allocator_num_free(pages), 7);
+  gannet_page_list *a = nullptr, *b = nullptr, *tail = nullptr;
+  must(gannet_page_list_acquire(pages, 3, &a));
+  must(gannet_page_list_share(a, 0, 2, &b));
+  must(gannet_page_list_acquire(pages, 1, &tail));
+  must(gannet_page_list_append(b, &tail));
+  EXPECT_EQ(tail, nullptr);
+  int64_t count = 0;
+  const int32_t* ids = gannet_page_list_ids(b, &count);
+  EXPECT_EQ(std::vector<int32_t>(ids, ids + count), (std::vector<int32_t>{1, 2, 4}));
+  gannet_page_list_free(&a);
+  EXPECT_EQ(gannet_page_allocator_num_free(pages), 4) << "two of its pages are the other list's too";
+  must(gannet_page_list_truncate(b, 1));
+  EXPECT_EQ(gannet_page_allocator_num_free(pages), 6);
+  gannet_page_allocator_free(&pages);
+  gannet_page_list_free(&b);  // outlives the allocator
+}
+
+TEST(CApiPools, SelectionsAreGathered) {
+  const int32_t slots[] = {1, 2, 3, 4}, lens[] = {2, 1}, rows[] = {1, -1};
+  int32_t out[4], out_lens[2];
+  const gannet_selection from = {
+      sizeof from, gannet_tensor_2d(slots, GANNET_I32, 2, 2), gannet_tensor_1d(lens, GANNET_I32, 2), {}};
+  const gannet_selection to = {
+      sizeof to, gannet_tensor_2d(out, GANNET_I32, 2, 2), gannet_tensor_1d(out_lens, GANNET_I32, 2), {}};
+  must(gannet_gather_selection(&from, rows, 2, &to));
+  EXPECT_EQ(std::vector<int32_t>(out, out + 4), (std::vector<int32_t>{3, 4, -1, -1}));
+  EXPECT_EQ(std::vector<int32_t>(out_lens, out_lens + 2), (std::vector<int32_t>{1, 0}));
+}
+
+}  // namespace
+}  // namespace gannet_test
