@@ -1,26 +1,31 @@
 /* Gannet for C (C99), and for every language that can call C. The same operations, pools and backends as in C++, from
-   the same libraries; gannet/ops.h and gannet/attention.h say what each argument means, docs/c_api.md how to begin.
+   the same libraries. gannet/ops.h and gannet/attention.h say what each argument means, docs/c_api.md how to begin.
 
      gannet_context* context = NULL;
      gannet_context_create(NULL, &context);
-     gannet_topk args = {.op = {sizeof args, GANNET_OP_TOPK}, .logits = ..., .lens = ..., .positions = ..., .counts =
-   ...}; gannet_plan* plan = NULL; if (gannet_plan_create(context, &args.op, NULL, &plan) != GANNET_OK)
-   puts(gannet_last_error());
+     gannet_topk args = {.op = {sizeof args, GANNET_OP_TOPK}, .logits = ..., .lens = ..., ...};
+     gannet_plan* plan = NULL;
+     if (gannet_plan_create(context, &args.op, NULL, &plan) != GANNET_OK) puts(gannet_last_error());
 
-   Statuses   Whatever can fail returns a gannet_status. gannet_last_error() has the text: function, argument, its
-   value, what is accepted. No C++ exception leaves the library, nothing is printed, nothing aborts. Structs    that may
-   grow begin with struct_size: set it to sizeof of the struct and the rest, by an initialiser, to what is wanted and
-   else to 0. A library that is newer than the caller's header takes what the header knew; an older one takes it as long
-   as the fields that it does not know are 0. Structs without struct_size never change. Names of fields are those in the
-   texts of errors. "out" marks what a function fills. Enums      are int32_t with named values; any other value is
-   refused. Handles    are made by *_create and given back by *_free, which takes the address of the variable and makes
-   it NULL: a second call does nothing, and NULL is fine. A plan or a backend keeps what it needs of its context, so
-              these may be freed in any order. Memory that a view points to is never kept alive.
-   Threads    As in C++: statuses and texts are of the calling thread; a plan may be run by several threads, each with
-              its own workspace, if the context's executor allows that; everything else is used by one thread at a time,
-              the gate excepted.
-   Tensors    "bf16 [rows, H, R]" means data of that dtype and shape, row-major unless strides are given. An input is
-              never written to. rank 0 means absent. */
+   Statuses: whatever can fail returns a gannet_status. gannet_last_error() has the text: function, argument, its value,
+   what is accepted. No C++ exception leaves the library, nothing is printed, nothing aborts.
+
+   Structs that may grow begin with struct_size: set it to sizeof of the struct, and the rest, by an initialiser, to
+   what is wanted and else to 0. A library that is newer than the caller's header takes what the header knew; an older
+   one takes it as long as the fields that it does not know are 0. Structs without struct_size never change. Names of
+   fields are those in the texts of errors; "out" marks what a function fills.
+
+   Enums are int32_t with named values; any other value is refused.
+
+   Handles are made by *_create and given back by *_free, which takes the address of the variable and makes it NULL: a
+   second call does nothing, and NULL is fine. A plan or a backend keeps what it needs of its context, so these may be
+   freed in any order. Memory that a view points to is never kept alive.
+
+   Threads: a text is of the thread that made the call. A plan may be run by several threads, each with its own
+   workspace, if the context's executor allows that; everything else is used by one thread at a time, the gate excepted.
+
+   Tensors: "bf16 [rows, H, R]" means data of that dtype and shape, with any strides of which the last is 1. An input is
+   never written to. rank 0 means absent. */
 #ifndef GANNET_C_API_H_
 #define GANNET_C_API_H_
 
@@ -178,6 +183,7 @@ typedef struct gannet_latent_cache {
   int64_t page_stride_bytes;
   float scale; /* GANNET_LATENT_E4M3 only: finite and positive */
   gannet_device device;
+  int64_t row_stride_bytes; /* from a token's row to the next; 0: they lie one behind the other */
 } gannet_latent_cache;
 
 /* The index keys of one layer. */
@@ -352,30 +358,33 @@ typedef struct gannet_merge_state {
 /* Absorbed attention over the paged latent cache. */
 typedef struct gannet_mla_decode {
   gannet_op op;
-  gannet_tensor q; /* fp32 or bf16 [rows, H, R+P] */
+  gannet_tensor q; /* fp32 or bf16 [rows, H, R+P]; or e4m3, where the cache is e4m3 too */
   const gannet_latent_cache* cache;
   const gannet_page_table* pages;
   gannet_query_rows rows;
-  gannet_tensor out; /* out, fp32 or bf16 [rows, H, R] */
-  gannet_tensor lse; /* out, optional fp32 [rows, H], natural logarithm */
+  gannet_tensor attn_sink;  /* optional fp32 [H], in units of the scores: a key without a value that every row sees */
+  gannet_tensor out;        /* out, fp32 or bf16 [rows, H, R] */
+  gannet_tensor lse;        /* out, optional fp32 [rows, H], natural logarithm, without the sink */
+  gannet_tensor max_logits; /* out, optional fp32 [rows, H] */
   float softmax_scale;
+  float q_scale; /* of an e4m3 query; 0 or 1 for others */
 } gannet_mla_decode;
 
 /* Indexer scores: sum over index heads of weights * relu(q . k). */
 typedef struct gannet_index_logits {
   gannet_op op;
-  gannet_tensor q;       /* fp32 or bf16 [rows, Hi, Di] */
-  gannet_tensor weights; /* fp32 [rows, Hi], with Di^-0.5 and Hi^-0.5 in them */
+  gannet_tensor q;       /* fp32, bf16 or e4m3 [rows, Hi, Di] */
+  gannet_tensor weights; /* fp32 [rows, Hi], with Di^-0.5, Hi^-0.5 and the scale of an e4m3 query in them */
   const gannet_index_cache* cache;
   const gannet_page_table* pages;
   gannet_query_rows rows;
-  gannet_tensor logits; /* out, fp32 [rows, max_keys]; columns that a row does not see are left alone */
+  gannet_tensor logits; /* out, fp32 or bf16 [rows, max_keys]; columns that a row does not see are left alone */
 } gannet_index_logits;
 
 /* Exact top-k; NaN ranks last, the smaller position first among equals. */
 typedef struct gannet_topk {
   gannet_op op;
-  gannet_tensor logits;    /* fp32 [rows, max_keys] */
+  gannet_tensor logits;    /* fp32 or bf16 [rows, max_keys] */
   gannet_tensor lens;      /* int32 [rows]: leading columns that count */
   gannet_tensor positions; /* out, int32 [rows, k], ascending, then -1 */
   gannet_tensor counts;    /* out, int32 [rows] */
@@ -384,7 +393,7 @@ typedef struct gannet_topk {
 /* Index logits, top-k and the translation to slots in one pass. */
 typedef struct gannet_index_select {
   gannet_op op;
-  gannet_tensor q;       /* fp32 or bf16 [rows, Hi, Di] */
+  gannet_tensor q;       /* as of gannet_index_logits */
   gannet_tensor weights; /* fp32 [rows, Hi] */
   const gannet_index_cache* cache;
   const gannet_page_table* pages;
@@ -398,13 +407,16 @@ typedef struct gannet_index_select {
 /* Absorbed attention of each row over a list of slots. */
 typedef struct gannet_sparse_attention {
   gannet_op op;
-  gannet_tensor q; /* fp32 or bf16 [rows, H, R+P] */
+  gannet_tensor q; /* as of gannet_mla_decode */
   const gannet_latent_cache* cache;
   gannet_tensor topk_slots; /* int32 [rows, k] */
   gannet_tensor topk_lens;  /* optional int32 [rows] */
+  gannet_tensor attn_sink;  /* optional fp32 [H] */
   gannet_tensor out;        /* out, fp32 or bf16 [rows, H, R] */
   gannet_tensor lse;        /* out, optional fp32 [rows, H], natural logarithm */
+  gannet_tensor max_logits; /* out, optional fp32 [rows, H] */
   float softmax_scale;
+  float q_scale;
 } gannet_sparse_attention;
 
 typedef struct gannet_plan_options {

@@ -73,6 +73,7 @@ LatentCacheView latent_cache_of(const char* function, const char* name, const ga
   v.page_stride_bytes = c.page_stride_bytes;
   v.scale = c.scale;
   v.device = device_of(function, name, c.device);
+  v.row_stride_bytes = c.row_stride_bytes;
   return v;
 }
 

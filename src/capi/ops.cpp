@@ -103,9 +103,12 @@ void convert(const gannet_mla_decode& c, MlaDecode& p, const Take<MlaDecode>& ta
   GANNET_TAKE(q);
   take.cache(c.cache);
   take.paged_rows(c.pages, c.rows);
+  GANNET_TAKE(attn_sink);
   GANNET_TAKE(out);
   GANNET_TAKE(lse);
+  GANNET_TAKE(max_logits);
   p.softmax_scale = c.softmax_scale;
+  if (c.q_scale != 0.0f) p.q_scale = c.q_scale;
 }
 
 void convert(const gannet_index_logits& c, IndexLogits& p, const Take<IndexLogits>& take) {
@@ -139,9 +142,12 @@ void convert(const gannet_sparse_attention& c, SparseAttention& p, const Take<Sp
   take.cache(c.cache);
   GANNET_TAKE(topk_slots);
   GANNET_TAKE(topk_lens);
+  GANNET_TAKE(attn_sink);
   GANNET_TAKE(out);
   GANNET_TAKE(lse);
+  GANNET_TAKE(max_logits);
   p.softmax_scale = c.softmax_scale;
+  if (c.q_scale != 0.0f) p.q_scale = c.q_scale;
 }
 
 #undef GANNET_TAKE

@@ -114,7 +114,8 @@ gannet_status gannet_latent_pool_layer(const gannet_latent_pool* pool, int32_t l
                                  v.num_pages,
                                  v.page_stride_bytes,
                                  v.scale,
-                                 {static_cast<gannet_device_kind>(v.device.kind), v.device.index}};
+                                 {static_cast<gannet_device_kind>(v.device.kind), v.device.index},
+                                 v.row_stride_bytes};
   });
 }
 

@@ -31,7 +31,8 @@ inline gannet_latent_cache c_of(const gannet::LatentCacheView& v) {
           v.num_pages,
           v.page_stride_bytes,
           v.scale,
-          c_of(v.device)};
+          c_of(v.device),
+          v.row_stride_bytes};
 }
 
 inline gannet_index_cache c_of(const gannet::IndexCacheView& v) {
@@ -129,6 +130,8 @@ struct CArgsOf {
     GANNET_FIELD(v)
     GANNET_FIELD(cu_q_lens)
     GANNET_FIELD(cu_kv_lens)
+    GANNET_FIELD(attn_sink)
+    GANNET_FIELD(max_logits)
     GANNET_FIELD(out)
     GANNET_FIELD(lse)
     GANNET_FIELD(out_a)
@@ -148,6 +151,7 @@ struct CArgsOf {
 #define GANNET_OPTION(name) \
   if constexpr (requires { args.name; }) args.name = static_cast<decltype(args.name)>(p.name);
     GANNET_OPTION(softmax_scale)
+    GANNET_OPTION(q_scale)
     GANNET_OPTION(causal)
     GANNET_OPTION(offset)
     GANNET_OPTION(pairing)

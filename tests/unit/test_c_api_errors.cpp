@@ -146,7 +146,7 @@ TEST(CApi, EveryStatusHasACause) {
   must(gannet_backend_prepare(f.backend, &f.step));
   auto hooks = sized<gannet_layer_hooks>();
   expect_refused({
-      {"[topk] logits is fp16; accepted: fp32 (convert the tensor)",
+      {"[topk] logits is fp16; accepted: fp32 or bf16 (convert the tensor)",
        [&] { return gannet_run_once(f.context, &half.op, nullptr); }, GANNET_UNSUPPORTED},
       {"[PageAllocator::acquire] 9 pages are wanted; 3 of 3 are free",
        [&] { return gannet_page_list_acquire(allocator, 9, &list); }, GANNET_OUT_OF_MEMORY},
