@@ -491,6 +491,38 @@ void verify_ragged_prefill(Recorder& r) {
     prefill_case(r, "strided, no lse", "", {20, 7, 66}, {33, 90, 66}, o);
     o = {.dtype = dtype, .out = out};
     prefill_case(r, "no requests", "", {}, {}, o);
+    o.heads = 1;  // tiles of 64 and 128 rows, whole and with one row more or less
+    prefill_case(r, "tile edges", "", {127, 128, 129, 64, 192}, {127, 200, 129, 65, 320}, o);
+    {
+      std::vector<int32_t> rows, keys;  // more requests than lanes look at in one step of a search
+      for (int32_t i = 0; i < 70; ++i) {
+        rows.push_back(i % 7 == 3 ? 0 : i % 4);
+        keys.push_back(i * 5 % 23);
+      }
+      prefill_case(r, "many requests", "70 requests", rows, keys, o);
+    }
+    {  // Bit for bit: what stands in a key, or in its value, is nothing to the rows before it.
+      o.heads = 2;
+      constexpr int32_t kRows = 150, kKey = 70;
+      std::vector<PrefillProblem> keep;
+      std::vector<RaggedPrefill> variants;
+      for (const float x : {0.5f, NAN, INFINITY, 1e30f}) {
+        keep.push_back(make_prefill({kRows}, {kRows}, o));
+        for (int64_t h = 0; h < o.heads; ++h) {
+          set(keep.back().k.view, x, kKey, h, 3);
+          set(keep.back().v.view, x, kKey, h, 5);
+          set(keep.back().v.view, -x, kKey + 40, h, 77);
+        }
+        variants.push_back(keep.back().params);
+      }
+      check_same<RaggedPrefill>(
+          r, {"ragged_prefill", prefill_format(o), "keys of later rows", ""}, variants, [](const Outputs& all) {
+            std::vector<std::byte> before;
+            for (const auto& b : all.bytes)
+              before.insert(before.end(), b.begin(), b.begin() + static_cast<std::ptrdiff_t>(b.size()) / kRows * kKey);
+            return before;
+          });
+    }
 
     // Bit for bit: workers; each request alone.
     o = {.dtype = dtype, .out = out, .heads = 3};

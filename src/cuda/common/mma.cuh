@@ -29,6 +29,19 @@ __device__ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+/// 2^x, to about 2 units in the last place; -inf gives 0.
+__device__ inline float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+/// Two values rounded to bf16, the first in the lower half.
+__device__ inline uint32_t round_to_bf16x2(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
 /// 16 bytes from global to shared memory, past the L1; `copy` false writes zeros and reads nothing.
 __device__ inline void copy_async_16(uint32_t shared, const void* global, bool copy) {
   const int bytes = copy ? 16 : 0;

@@ -44,6 +44,16 @@ std::string refuses_indexer(const Params& p, int64_t num_columns) {
 
 std::string refuses_index_logits(const IndexLogits& p) { return refuses_indexer(p, p.logits.shape[1]); }
 
+std::string refuses_ragged(const RaggedPrefill& p) {
+  if (p.q.dtype != DType::kBf16) return fmt::format("q is {}; accepted: bf16", to_string(p.q.dtype));
+  const int64_t key = p.q.shape[2], value = p.v.shape[2];
+  if (!(key == 192 && value == 128) && !(key == 256 && value == 256))
+    return fmt::format("keys and values are {} and {} wide; accepted: 192 and 128, 256 and 256", key, value);
+  if (p.k_rope.given() && p.k_rope.shape[1] != 64)
+    return fmt::format("k_rope is {} wide; accepted: 64", p.k_rope.shape[1]);
+  return {};
+}
+
 }  // namespace
 
 const ImplementationSet& mma_set() noexcept {
@@ -59,6 +69,7 @@ const ImplementationSet& mma_set() noexcept {
                    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major >= 8;
           },
       .batch_invariant = false,
+      .ragged_prefill = {refuses_ragged, nullptr, mma::run_ragged_prefill},
       .mla_decode = {refuses_dense, mma::workspace_mla_decode, mma::run_mla_decode},
       .index_logits = {refuses_index_logits, nullptr, mma::run_index_logits},
       .sparse_attention = {refuses_absorbed<SparseAttention>, mma::workspace_sparse_attention,
