@@ -44,7 +44,9 @@ void poison_bytes(std::byte* p, size_t n, Poison poison, DType as) {
   if (poison == Poison::kZero) word = 0;
   if (poison == Poison::kInf) word = as == DType::kF32 ? 0x7F800000u : as == DType::kBf16 ? 0x7F807F80u : 0x7E7E7E7Eu;
   if (poison == Poison::kHuge) word = as == DType::kF32 ? 0x7149F2CAu : as == DType::kBf16 ? 0x714A714Au : 0x7E7E7E7Eu;
-  for (size_t i = 0; i < n; ++i) p[i] = static_cast<std::byte>(word >> (i % 4 * 8));
+  size_t i = 0;
+  for (; i + sizeof word <= n; i += sizeof word) std::memcpy(p + i, &word, sizeof word);
+  for (; i < n; ++i) p[i] = static_cast<std::byte>(word >> (i % 4 * 8));
 }
 
 }  // namespace

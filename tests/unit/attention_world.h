@@ -20,6 +20,7 @@
 #include "gannet/attention.h"
 #include "gannet/kv_pool.h"
 #include "gannet/ops.h"
+#include "harness/odd_executor.h"
 
 namespace gannet_test {
 
@@ -87,19 +88,6 @@ class FilledMemory final : public MemoryResource {
 
  private:
   uint8_t fill_;
-};
-
-/// Runs tasks on the calling thread in another order than anybody would, and as changing workers.
-class OddExecutor final : public Executor {
- public:
-  explicit OddExecutor(int num_workers) : num_workers_(num_workers) {}
-  int num_workers() const noexcept override { return num_workers_; }
-  void parallel_for(int64_t num_tasks, TaskRef f) override {
-    for (int64_t t = num_tasks - 1; t >= 0; --t) f(t, static_cast<int>((t * 7 + 3) % num_workers_));
-  }
-
- private:
-  int num_workers_;
 };
 
 /// A request of a step. Extends: `prefix` tokens in the cache and `rows` new ones. Decodes: seq_len = prefix + rows.

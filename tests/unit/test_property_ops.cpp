@@ -1,0 +1,31 @@
+// Single operations on random problems, every CPU implementation against the fp64 oracle (tests/harness).
+#include <iostream>
+#include <map>
+
+#include "core/op_list.h"
+#include "harness/op_problems.h"
+#include "unit/property.h"
+
+namespace gannet_test {
+namespace {
+
+using namespace gannet;
+
+template <class Params>
+void expect_operation(int cases) {
+  int64_t ran = 0;
+  expect_property(Params::kName, cases, [&](Source& in) { ran += check_operation<Params>(in); });
+  std::string names;
+  for (const ImplInfo& info : list_implementations<Params>())
+    if (info.runs_here) names += " " + info.name;
+  std::cout << Params::kName << ": " << ran << " runs of" << names << "\n";
+}
+
+// The whole of scripts/test checks some 12,000 cases of single operations and steps of backends.
+#define GANNET_PROPERTY(Params, member) \
+  TEST(PropertyOps, Params) { expect_operation<gannet::Params>(800); }
+GANNET_FOR_EACH_OP(GANNET_PROPERTY)
+#undef GANNET_PROPERTY
+
+}  // namespace
+}  // namespace gannet_test
