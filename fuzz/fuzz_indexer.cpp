@@ -1,0 +1,16 @@
+// Differential: index logits, top-k and the selection made of them. Bytes decide shapes, lengths, tables, formats,
+// options and data, unused bytes are NaN, infinite or huge; every CPU implementation is held to the oracle and to its
+// own invariances (tests/harness/op_problems.h). A Failure that escapes is a finding.
+#include "fuzz.h"
+#include "harness/op_problems.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace gannet_test;
+  Source in(data, size);
+  switch (in.byte() % 3) {
+    case 0: check_operation<gannet::IndexSelect>(in); break;
+    case 1: check_operation<gannet::IndexLogits>(in); break;
+    default: check_operation<gannet::TopK>(in); break;
+  }
+  return 0;
+}
