@@ -233,6 +233,7 @@ void BackendCore::begin_step(Planned& planned) {
   make_current(planned);
   base_ = &planned;
   base_lens_.assign(planned.plan.seq_lens().begin(), planned.plan.seq_lens().end());
+  next_lens_.reserve(base_lens_.size());  // so that an advance of a captured batch does not allocate
   state_ = is_idle(planned.plan.mode()) ? State::kIdle : State::kActive;
   recording_ = hooks_.record && is_extend_or_mixed(planned.plan.mode());
   std::fill(has_record_.begin(), has_record_.end(), uint8_t{0});

@@ -51,27 +51,42 @@ void require(bool holds, fmt::format_string<Args...> text, Args&&... args) {
 /// A multiple of 1/128 in [-1, 1): exact in bf16.
 float draw(Rng& rng) { return static_cast<float>(rng.below(256) - 128) / 128.0f; }
 
+/// The bytes of 4 that fill memory of that type.
+uint32_t word_of(verify::Poison poison, DType as) {
+  switch (poison) {
+    case verify::Poison::kNan: return 0xFFFFFFFFu;
+    case verify::Poison::kInf: return as == DType::kBf16 ? 0x7F807F80u : 0x7F800000u;
+    case verify::Poison::kHuge: return as == DType::kBf16 ? 0x714A714Au : 0x7149F2CAu;  // 1e30
+    default: return 0;
+  }
+}
+
+void fill_words(std::byte* p, size_t bytes, uint32_t word) {
+  for (size_t i = 0; i + sizeof word <= bytes; i += sizeof word) std::memcpy(p + i, &word, sizeof word);
+}
+
 class PoisonedMemory final : public MemoryResource {
  public:
   void* allocate(size_t bytes, size_t alignment) override {
     void* p = host_memory().allocate(bytes, alignment);
-    std::memset(p, fill, bytes);
+    fill_words(static_cast<std::byte*>(p), bytes, word);
     ++allocations;
     return p;
   }
   void deallocate(void* p, size_t bytes, size_t alignment) noexcept override {
     host_memory().deallocate(p, bytes, alignment);
   }
-  int fill = 0xff;
+  uint32_t word = 0;
   int64_t allocations = 0;
 };
 
-/// A packed tensor full of NaN bytes.
+/// A packed tensor full of NaN, or of another poison.
 struct Block {
   Block() = default;
-  Block(DType dtype, std::initializer_list<int64_t> shape) : view(gannet::view(nullptr, dtype, shape)) {
+  Block(DType dtype, std::initializer_list<int64_t> shape, verify::Poison poison = verify::Poison::kNan)
+      : view(gannet::view(nullptr, dtype, shape)) {
     buffer = gannet::Buffer(std::max<size_t>(bytes(), 64));
-    std::memset(buffer.data(), 0xff, buffer.size());
+    fill_words(buffer.data(), buffer.size(), word_of(poison, dtype));
     view.data = buffer.data();
   }
   size_t bytes() const { return static_cast<size_t>(view.num_elements()) * size_of(view.dtype); }
@@ -126,7 +141,6 @@ class Sequence {
   // ---- setting up ----
   void draw_config();
   void make_bank();
-  std::vector<LayerCaches> layers(const LatentPool& latent, const IndexKPool* index) const;
 
   // ---- batches ----
   Live* fresh();
@@ -143,10 +157,11 @@ class Sequence {
   void eager_step();
   void captured_step();
   void capture();
-  void drafts(std::vector<Entry> batch, int32_t q_len, RowBound bound, bool captured);
+  void drafts(std::vector<Entry> batch, int32_t q_len, bool captured);
   struct Inputs;
   struct Results;
   Inputs make_inputs();
+  Results make_results() const;
   void run_fixed(AttentionBackend& b, const Inputs& x, Results& r, bool write);
   void run_varied(const Inputs& x, Results& r, bool split_only);
   void dense_prefill(const Inputs& x, Results& r, int32_t layer, bool by_parts);
@@ -183,6 +198,7 @@ class Sequence {
   IndexKFormat index_format_ = IndexKFormat::kF32;
   ScaleFormat scale_format_ = ScaleFormat::kFp32;
   std::string text_;
+  verify::Poison poison_ = verify::Poison::kNan;
   std::unique_ptr<OddExecutor> executor_;
   Context context_;
   PoisonedMemory memory_;
@@ -234,10 +250,12 @@ void Sequence::draw_config() {
                  .head_dim = in_.pick({32, 64, 128}),
                  .topk = static_cast<int32_t>(in_.one_in(3) ? in_.between(1, 16) : in_.between(17, 200))};
   }
-  memory_.fill = in_.pick({0xff, 0x7e, 0x00});
+  poison_ = in_.pick({verify::Poison::kNan, verify::Poison::kInf, verify::Poison::kHuge, verify::Poison::kZero});
+  if (cases_.poison) poison_ = *cases_.poison;
+  memory_.word = word_of(poison_, format_ == LatentFormat::kBf16 ? DType::kBf16 : DType::kF32);
   const auto workers = in_.between(0, 4);
   if (workers > 0) executor_ = std::make_unique<OddExecutor>(static_cast<int>(workers) * 2 - 1);
-  context_.executor = executor_.get();
+  context_.executor = cases_.executor != nullptr ? cases_.executor : executor_.get();
   rng_ = Rng(static_cast<uint64_t>(in_.between(0, 0xFFFFFF)));
   text_ = fmt::format(
       "{} {}, {}, latent {} {} + {}, index keys {}{}, {} heads, page size {}, topk {}, chunks of {}, {} workers",
@@ -294,10 +312,6 @@ void Sequence::make_bank() {
            {.impl = "ref"});
 }
 
-std::vector<LayerCaches> Sequence::layers(const LatentPool& latent, const IndexKPool* index) const {
-  return layer_caches(latent, index);
-}
-
 Sequence::Sequence(Source& in, const BackendCases& cases) : in_(in), cases_(cases) {
   draw_config();
   make_bank();
@@ -320,9 +334,14 @@ Sequence::Sequence(Source& in, const BackendCases& cases) : in_(in), cases_(case
     index_mirror_ = std::make_unique<IndexKPool>(index, memory_);
   }
   allocator_ = std::make_unique<PageAllocator>(kPages);
+  if (cases.other_pages) {  // what is given back last goes first
+    const PageList all = allocator_->acquire(kPages - 1);
+    std::vector<PageRef> refs;
+    for (int64_t i = 0; i < all.size(); ++i) refs.push_back(all.ref(i * 7 % all.size()));
+  }
   for (auto* b : {&backend_, &twin_}) {
     *b = make_attention_backend(context_, config_, {}, memory_);
-    (*b)->bind(layers(*latent_, index_.get()));
+    (*b)->bind(layer_caches(*latent_, index_.get()));
   }
 }
 
@@ -474,20 +493,20 @@ Sequence::Inputs Sequence::make_inputs() {
   const int32_t width = c.geometry.width(), latent_dim = c.geometry.latent_dim;
   const bool dsa = c.arch == AttentionArch::kDsa;
   Inputs x;
-  x.q = Block(dtype_, {n, c.num_heads, width});
-  x.latent = Block(dtype_, {n, latent_dim});
-  x.rope = Block(dtype_, {n, c.geometry.rope_dim});
-  x.q_expanded = Block(dtype_, {num_prefill_, c.num_heads, c.qk_nope_head_dim + c.geometry.rope_dim});
-  x.k_nope = Block(dtype_, {num_prefill_, c.num_heads, c.qk_nope_head_dim});
-  x.v = Block(dtype_, {num_prefill_, c.num_heads, c.v_head_dim});
+  x.q = Block(dtype_, {n, c.num_heads, width}, poison_);
+  x.latent = Block(dtype_, {n, latent_dim}, poison_);
+  x.rope = Block(dtype_, {n, c.geometry.rope_dim}, poison_);
+  x.q_expanded = Block(dtype_, {num_prefill_, c.num_heads, c.qk_nope_head_dim + c.geometry.rope_dim}, poison_);
+  x.k_nope = Block(dtype_, {num_prefill_, c.num_heads, c.qk_nope_head_dim}, poison_);
+  x.v = Block(dtype_, {num_prefill_, c.num_heads, c.v_head_dim}, poison_);
   if (dsa) {
-    x.index_k = Block(dtype_, {n, c.indexer.head_dim});
-    x.index_q = Block(dtype_, {n, c.indexer.num_heads, c.indexer.head_dim});
-    x.weights = Block(DType::kF32, {n, c.indexer.num_heads});
+    x.index_k = Block(dtype_, {n, c.indexer.head_dim}, poison_);
+    x.index_q = Block(dtype_, {n, c.indexer.num_heads, c.indexer.head_dim}, poison_);
+    x.weights = Block(DType::kF32, {n, c.indexer.num_heads}, poison_);
   }
   for (int64_t i = 0; i < n; ++i) {
     const RowOf& r = rows_[static_cast<size_t>(i)];
-    if (r.position >= 0) {  // other rows are written nowhere: they stay NaN
+    if (r.position >= 0) {  // other rows are written nowhere: they stay poison
       const auto token = static_cast<size_t>(r.live->tokens[static_cast<size_t>(r.position)]);
       const float* t = raw_.data() + token * static_cast<size_t>(width);
       for (int32_t d = 0; d < latent_dim; ++d) x.latent.set(t[d], i, d);
@@ -501,7 +520,7 @@ Sequence::Inputs Sequence::make_inputs() {
           for (int32_t d = 0; d < c.v_head_dim; ++d) x.v.set(t[v_map(h, d, latent_dim)], i, h, d);
         }
     }
-    if (r.sees == 0) continue;  // a row without keys: whatever its query holds, NaN here
+    if (r.sees == 0) continue;  // a row without keys: whatever its query holds
     for (int32_t h = 0; h < c.num_heads; ++h) {
       for (int32_t d = 0; d < width; ++d) x.q.set(draw(rng_), i, h, d);
       if (i < num_prefill_)
@@ -514,6 +533,22 @@ Sequence::Inputs Sequence::make_inputs() {
     }
   }
   return x;
+}
+
+Sequence::Results Sequence::make_results() const {
+  const auto n = static_cast<int64_t>(rows_.size());
+  Results r;
+  for (size_t l = 0; l < kLayers; ++l) {
+    r.out[l] = Block(dtype_, {n, config_.num_heads, config_.geometry.latent_dim}, poison_);
+    r.lse[l] = Block(DType::kF32, {n, config_.num_heads}, poison_);
+  }
+  r.prefill_out = Block(dtype_, {num_prefill_, config_.num_heads, config_.v_head_dim}, poison_);
+  r.prefill_lse = Block(DType::kF32, {num_prefill_, config_.num_heads}, poison_);
+  const int64_t k = std::max(config_.indexer.topk, 1);
+  r.slots = Block(DType::kI32, {n, k}, poison_);
+  r.positions = Block(DType::kI32, {n, k}, poison_);
+  r.lens = Block(DType::kI32, {n}, poison_);
+  return r;
 }
 
 /// The calls of a captured batch, always the same: an indexer layer, then one that shares; or the two dense layers.
@@ -860,6 +895,25 @@ void Sequence::check_prefill(const Inputs& x, const Results& r) const {
 }
 
 void Sequence::check_results(const Inputs& x, const Results& r, const char* what) {
+  if (cases_.results != nullptr) {
+    const auto keep = [&](const Block& b) {
+      const auto* p = static_cast<const std::byte*>(b.view.data);
+      cases_.results->insert(cases_.results->end(), p, p + b.bytes());
+    };
+    if (r.has_selection) {
+      keep(r.positions);
+      keep(r.lens);
+    }
+    for (size_t l = 0; l < kLayers; ++l)
+      if (r.has[l]) {
+        keep(r.out[l]);
+        keep(r.lse[l]);
+      }
+    if (r.has_prefill) {
+      keep(r.prefill_out);
+      keep(r.prefill_lse);
+    }
+  }
   if (r.has_selection) check_selection(x, r);
   for (size_t l = 0; l < kLayers; ++l)
     if (r.has[l]) check_absorbed(x, r.out[l], r.lse[l], r.sparse[l] ? &r.positions : nullptr, what);
@@ -912,8 +966,6 @@ void Sequence::check_caches(const Inputs& x) {
 
 // ---- steps --------------------------------------------------------------------------------------------------------
 
-namespace {}  // namespace
-
 void Sequence::eager_step() {
   if (in_.one_in(16)) {
     backend_->prepare({});
@@ -964,31 +1016,18 @@ void Sequence::eager_step() {
   ++(mixed ? report_.mixed : num_extends > 0 ? report_.extends : report_.decodes);
   report_.rows += n;
   const Inputs x = make_inputs();
-  const auto results = [&] {
-    Results r;
-    for (size_t l = 0; l < kLayers; ++l) {
-      r.out[l] = Block(dtype_, {n, config_.num_heads, config_.geometry.latent_dim});
-      r.lse[l] = Block(DType::kF32, {n, config_.num_heads});
-    }
-    r.prefill_out = Block(dtype_, {num_prefill_, config_.num_heads, config_.v_head_dim});
-    r.prefill_lse = Block(DType::kF32, {num_prefill_, config_.num_heads});
-    r.slots = Block(DType::kI32, {n, std::max(config_.indexer.topk, 1)});
-    r.positions = Block(DType::kI32, {n, std::max(config_.indexer.topk, 1)});
-    r.lens = Block(DType::kI32, {n});
-    return r;
-  };
-  Results r = results();
+  Results r = make_results();
   run_varied(x, r, mixed && bound == RowBound::kUniformBlock);
   check_results(x, r, "step");
   check_caches(x);
   // Another backend over the same caches, in one call: the same bits.
   if (in_.one_in(4) && !(mixed && bound == RowBound::kUniformBlock)) {
     twin_->prepare(step);
-    Results again = results();
+    Results again = make_results();
     run_fixed(*twin_, x, again, false);
     check_same(r, again, n, "the step in one call");
   }
-  if (in_.one_in(3)) drafts(batch, q_len, bound, false);
+  if (in_.one_in(3)) drafts(batch, q_len, false);
 }
 
 void Sequence::capture() {
@@ -1002,15 +1041,7 @@ void Sequence::capture() {
   rows_.assign(static_cast<size_t>(s.num_requests * s.q_len), {});
   num_prefill_ = 0;
   const Inputs x = make_inputs();
-  const auto n = static_cast<int64_t>(rows_.size());
-  Results r;
-  for (size_t l = 0; l < kLayers; ++l) {
-    r.out[l] = Block(dtype_, {n, config_.num_heads, config_.geometry.latent_dim});
-    r.lse[l] = Block(DType::kF32, {n, config_.num_heads});
-  }
-  r.slots = Block(DType::kI32, {n, std::max(config_.indexer.topk, 1)});
-  r.positions = Block(DType::kI32, {n, std::max(config_.indexer.topk, 1)});
-  r.lens = Block(DType::kI32, {n});
+  Results r = make_results();
   run_fixed(*backend_, x, r, true);
   check_results(x, r, "warm-up");
   check_caches(x);
@@ -1039,18 +1070,7 @@ void Sequence::captured_step() {
   report_.rows += n;
   ++report_.refreshes;
   const Inputs x = make_inputs();
-  const auto results = [&] {
-    Results r;
-    for (size_t l = 0; l < kLayers; ++l) {
-      r.out[l] = Block(dtype_, {n, config_.num_heads, config_.geometry.latent_dim});
-      r.lse[l] = Block(DType::kF32, {n, config_.num_heads});
-    }
-    r.slots = Block(DType::kI32, {n, std::max(config_.indexer.topk, 1)});
-    r.positions = Block(DType::kI32, {n, std::max(config_.indexer.topk, 1)});
-    r.lens = Block(DType::kI32, {n});
-    return r;
-  };
-  Results r = results();
+  Results r = make_results();
   const int64_t before = (cases_.num_news != nullptr ? cases_.num_news() : 0) + memory_.allocations;
   backend_->refresh(step, s.num_requests);
   run_fixed(*backend_, x, r, true);
@@ -1062,7 +1082,7 @@ void Sequence::captured_step() {
   check_caches(x);
   if (!batch.empty()) {
     twin_->prepare(step);
-    Results eager = results();
+    Results eager = make_results();
     Inputs mine;  // the twin has the rows of the batch alone
     const Range range{0, static_cast<int64_t>(batch.size()) * s.q_len};
     const auto cut = [&](const Block& from) {
@@ -1089,11 +1109,11 @@ void Sequence::captured_step() {
   const bool draft_shape = std::any_of(captured_.begin(), captured_.end(), [&](const Shape& o) {
     return o.num_requests == s.num_requests && o.q_len == 1 && o.bound == RowBound::kCausalFull;
   });
-  if (draft_shape && in_.one_in(2)) drafts(padded, s.q_len, bound, true);
+  if (draft_shape && in_.one_in(2)) drafts(padded, s.q_len, true);
 }
 
 /// The later steps of a draft, from the lengths of the step or from narrowed ones.
-void Sequence::drafts(std::vector<Entry> batch, int32_t q_len, RowBound bound, bool captured) {
+void Sequence::drafts(std::vector<Entry> batch, int32_t q_len, bool captured) {
   const StepPlan& plan = backend_->step();
   const size_t n = batch.size();
   Ints start;
@@ -1119,7 +1139,6 @@ void Sequence::drafts(std::vector<Entry> batch, int32_t q_len, RowBound bound, b
       start[r] = kept;
     }
   }
-  (void)bound;
   const auto count = in_.between(1, 3);
   for (int32_t steps = 1; steps <= count; ++steps) {
     std::vector<Entry> next;
@@ -1142,18 +1161,7 @@ void Sequence::drafts(std::vector<Entry> batch, int32_t q_len, RowBound bound, b
     ++report_.advances;
     report_.rows += rows;
     const Inputs x = make_inputs();
-    const auto results = [&] {
-      Results r;
-      for (size_t l = 0; l < kLayers; ++l) {
-        r.out[l] = Block(dtype_, {rows, config_.num_heads, config_.geometry.latent_dim});
-        r.lse[l] = Block(DType::kF32, {rows, config_.num_heads});
-      }
-      r.slots = Block(DType::kI32, {rows, std::max(config_.indexer.topk, 1)});
-      r.positions = Block(DType::kI32, {rows, std::max(config_.indexer.topk, 1)});
-      r.lens = Block(DType::kI32, {rows});
-      return r;
-    };
-    Results r = results();
+    Results r = make_results();
     const int64_t before = (cases_.num_news != nullptr ? cases_.num_news() : 0) + memory_.allocations;
     backend_->advance(advance);
     if (in_.one_in(4)) backend_->advance(advance);  // changes nothing
@@ -1167,7 +1175,7 @@ void Sequence::drafts(std::vector<Entry> batch, int32_t q_len, RowBound bound, b
     for (const Entry& e : next) lens.push_back(e.len);
     Table same;
     twin_->prepare({.seq_lens = lens, .prefix_lens = {}, .extend_lens = {}, .q_len = 1, .pages = table_of(next, same)});
-    Results eager = results();
+    Results eager = make_results();
     run_fixed(*twin_, x, eager, false);
     check_same(r, eager, rows, "advanced against prepared");
   }

@@ -3,10 +3,15 @@
 // chunks nor formats' layouts.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <vector>
 
+#include "gannet/executor.h"
 #include "harness/source.h"
+#include "verify/problem.h"
 
 namespace gannet_test {
 
@@ -16,6 +21,12 @@ struct BackendCases {
   bool persistent = false;          ///< mostly captured batches
   std::string impl = {};            ///< empty: drawn
   int64_t (*num_news)() = nullptr;  ///< counts allocations: captured batches make none
+
+  // What no result may depend on.
+  std::optional<gannet::verify::Poison> poison = {};  ///< of pools, scratch and outputs before; else drawn
+  gannet::Executor* executor = nullptr;               ///< else drawn
+  bool other_pages = false;                           ///< other pages in another order
+  std::vector<std::byte>* results = nullptr;          ///< gets every result, slots left out
 };
 
 struct BackendReport {

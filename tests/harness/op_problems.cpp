@@ -202,8 +202,8 @@ struct Absorbed {
   AttentionPrecision precision;
   int64_t heads = 1;
   LatentCacheView cache;
-  TensorView q, out, lse;
-  float softmax_scale = 0.0f;
+  TensorView q, attn_sink, out, lse, max_logits;
+  float softmax_scale = 0.0f, q_scale = 1.0f;
   std::string text;
 };
 
@@ -214,24 +214,37 @@ Absorbed draw_absorbed(Source& in, const Surroundings& around, Keep& keep, bool 
              .precision = {},
              .cache = {},
              .q = {},
+             .attn_sink = {},
              .out = {},
              .lse = {},
+             .max_logits = {},
              .text = {}};
   if (sparse && a.format.cache == LatentFormat::kE4m3PerToken) a.format.cache = LatentFormat::kPacked656;
   RowGeometry g = in.pick(kGeometries);
   if (a.format.cache != LatentFormat::kPacked656 && in.one_in(4)) g = in.pick(kOddGeometries);
   if (in.one_in(6)) a.format.out = a.format.out == DType::kF32 ? DType::kBf16 : DType::kF32;
   a.heads = in.one_in(6) ? in.pick<int64_t>({5, 8, 16, 17, 33}) : in.between(1, 4);
-  const int64_t padding = in.pick<int64_t>({0, 16, 8});
+  // Queries of one byte over caches of one byte.
+  const bool narrow_q = (a.format.cache == LatentFormat::kE4m3 || a.format.cache == LatentFormat::kE4m3PerToken) &&
+                        a.format.q == DType::kBf16 && in.one_in(3);
+  if (narrow_q) {
+    a.format.q = DType::kE4m3;
+    a.q_scale = in.pick({0.1f, 0.25f});
+  }
+  const int64_t padding = in.pick<int64_t>({0, 16});
   const double deviation = in.pick({1.5, 0.25, 4.0});
-  const bool with_lse = !in.one_in(4);
+  const bool with_lse = !in.one_in(4), with_sink = in.one_in(4), with_max = in.one_in(4);
   const bool nan_keys = in.one_in(8);
 
   a.cache.format = a.format.cache;
   a.cache.geometry = g;
   if (a.cache.format == LatentFormat::kE4m3) a.cache.scale = in.pick({0.03f, 1.0f / 64});
   const DType as = a.cache.format == LatentFormat::kBf16 ? DType::kBf16 : DType::kF32;
-  make_pages(keep, a.paged, around, a.cache, latent_row_bytes(a.cache.format, g), as, in.pick<int64_t>({0, 48, 4096}));
+  const int64_t row_bytes = latent_row_bytes(a.cache.format, g);
+  if (a.cache.format != LatentFormat::kE4m3PerToken && in.one_in(4))  // rows of others between
+    a.cache.row_stride_bytes = (row_bytes + 15) / 16 * 16 + in.pick<int64_t>({16, 0, 256});
+  make_pages(keep, a.paged, around, a.cache, std::max(row_bytes, a.cache.row_stride_bytes), as,
+             in.pick<int64_t>({0, 48, 4096}));
   std::vector<int64_t> slots;
   for_each_key(a.paged, [&](int64_t, int64_t, int64_t slot) { slots.push_back(slot); });
   const auto n = static_cast<int64_t>(slots.size());
@@ -249,15 +262,22 @@ Absorbed draw_absorbed(Source& in, const Surroundings& around, Keep& keep, bool 
            {.impl = "ref"});
 
   a.q = tensor(keep, around, a.format.q, {a.paged.num_rows, a.heads, g.width()}, padding);
-  fill(a.q, seeds.seed, 1 << 20);
+  fill(a.q, seeds.seed, 1 << 20, 1.0f / a.q_scale);
+  if (with_sink) {
+    a.attn_sink = tensor(keep, around, DType::kF32, {a.heads});
+    for (int64_t h = 0; h < a.heads; ++h)
+      set(a.attn_sink, h % 5 == 4 ? -kInfinity : normal_at(seeds.seed + static_cast<uint64_t>(h)) * 3.0f, h);
+  }
+  if (with_max) a.max_logits = tensor(keep, around, DType::kF32, {a.paged.num_rows, a.heads}, padding > 0 ? 1 : 0);
   a.out = tensor(keep, around, a.format.out, {a.paged.num_rows, a.heads, g.latent_dim}, padding);
   if (with_lse) a.lse = tensor(keep, around, DType::kF32, {a.paged.num_rows, a.heads}, padding > 0 ? 1 : 0);
   a.softmax_scale = static_cast<float>(deviation / std::sqrt(static_cast<double>(g.width())));
   a.precision = a.format.precision();
   a.precision.width = g.width();
   a.precision.score_deviation = deviation;
-  a.text = fmt::format("{}, {} heads, {} + {}, deviation {}{}, {}", a.format.name(), a.heads, g.latent_dim, g.rope_dim,
-                       deviation, nan_keys ? ", NaN keys" : "", describe(a.paged.spec));
+  a.text = fmt::format("{}, {} heads, {} + {}, deviation {}{}{}{}, {}", a.format.name(), a.heads, g.latent_dim,
+                       g.rope_dim, deviation, nan_keys ? ", NaN keys" : "", with_sink ? ", sink" : "",
+                       a.cache.row_stride_bytes > 0 ? ", rows between" : "", describe(a.paged.spec));
   return a;
 }
 
@@ -267,6 +287,11 @@ auto compare_attention_within(AttentionPrecision precision, int64_t heads, std::
     compare_attention(oracle, got, precision, heads, keys_of_row, worst);
     if (worst.bad && worst.error <= kTails * worst.tolerance) worst.bad = false;
     require(worst);
+    if (std::find(got.names.begin(), got.names.end(), "max_logits") == got.names.end()) return;
+    const std::vector<float> want = oracle.floats("max_logits"), have = got.floats("max_logits");
+    for (size_t i = 0; i < want.size(); ++i)
+      require(want[i] == have[i] || std::fabs(double{want[i]} - have[i]) <= kTails * lse_tolerance(precision, want[i]),
+              [&] { return fmt::format("max_logits[{}] is {}; the oracle has {}", i, have[i], want[i]); });
   };
 }
 
@@ -285,6 +310,9 @@ OpProblem<MlaDecode> make_problem(Source in, const Surroundings& around) {
   p.rows = a->paged.rows();
   p.out = a->out;
   p.lse = a->lse;
+  p.attn_sink = a->attn_sink;
+  p.max_logits = a->max_logits;
+  p.q_scale = a->q_scale;
   p.softmax_scale = a->softmax_scale;
   problem.compare = compare_attention_within(a->precision, a->heads, a->paged.keys_of_row);
   problem.alone = [a, p](int64_t row, Keep& keep) {
@@ -294,11 +322,12 @@ OpProblem<MlaDecode> make_problem(Source in, const Surroundings& around) {
     single.q = cut(p.q, row, 1);
     single.out = cut(p.out, row, 1);
     single.lse = cut(p.lse, row, 1);
+    single.max_logits = cut(p.max_logits, row, 1);
     single.pages = one->table();
     single.rows = one->rows();
     return single;
   };
-  problem.free_of_pages = {"out", "lse"};
+  problem.free_of_pages = {"out", "lse", "max_logits"};
   problem.keep.push_back(a);
   return problem;
 }
@@ -346,15 +375,19 @@ OpProblem<SparseAttention> make_problem(Source in, const Surroundings& around) {
   if (with_lens) p.topk_lens = ints(problem.keep, lens);
   p.out = a->out;
   p.lse = a->lse;
+  p.attn_sink = a->attn_sink;
+  p.max_logits = a->max_logits;
+  p.q_scale = a->q_scale;
   p.softmax_scale = a->softmax_scale;
   problem.compare = compare_attention_within(a->precision, a->heads, listed);
   problem.alone = [p](int64_t row, Keep&) {
     SparseAttention single = p;
-    for (TensorView* v : {&single.q, &single.topk_slots, &single.topk_lens, &single.out, &single.lse})
+    for (TensorView* v :
+         {&single.q, &single.topk_slots, &single.topk_lens, &single.out, &single.lse, &single.max_logits})
       *v = cut(*v, row, 1);
     return single;
   };
-  problem.free_of_pages = {"out", "lse"};
+  problem.free_of_pages = {"out", "lse", "max_logits"};
   problem.keep.push_back(a);
   return problem;
 }
@@ -375,7 +408,7 @@ struct Indexer {
 Indexer draw_indexer(Source& in, const Surroundings& around, Keep& keep) {
   const Seeds seeds(in);
   Indexer x{.paged = Paged(draw_requests(in, around)), .cache = {}, .q = {}, .weights = {}, .bounds = {}, .text = {}};
-  const DType dtype = in.pick({DType::kBf16, DType::kF32});
+  const DType dtype = in.pick({DType::kBf16, DType::kF32, DType::kE4m3});
   const auto heads = in.one_in(6) ? in.pick<int64_t>({8, 31, 32, 64}) : in.between(1, 5);
   x.cache.format = in.pick({IndexKFormat::kE4m3, IndexKFormat::kBf16, IndexKFormat::kF32});
   x.cache.scale_format = in.pick({ScaleFormat::kFp32, ScaleFormat::kPowerOfTwo});
@@ -438,13 +471,14 @@ double score_tolerance(const Indexer& x, int64_t row) {
          logit_tolerance(x.cache.head_dim, static_cast<double>(x.q.shape[1]), x.bounds[static_cast<size_t>(row)]);
 }
 
-IndexLogits logits_of(const Indexer& x, const Surroundings& around, Keep& keep, int64_t padding) {
+IndexLogits logits_of(const Indexer& x, const Surroundings& around, Keep& keep, int64_t padding,
+                      DType dtype = DType::kF32) {
   return {.q = x.q,
           .weights = x.weights,
           .cache = x.cache,
           .pages = x.paged.table(),
           .rows = x.paged.rows(),
-          .logits = tensor(keep, around, DType::kF32, {x.paged.num_rows, x.paged.max_keys() + 5}, padding)};
+          .logits = tensor(keep, around, dtype, {x.paged.num_rows, x.paged.max_keys() + 5}, padding)};
 }
 
 /// Whole numbers give the oracle's own choice; else no score among the chosen is below one left out by more than both
@@ -487,11 +521,16 @@ template <>
 OpProblem<IndexLogits> make_problem(Source in, const Surroundings& around) {
   OpProblem<IndexLogits> problem;
   auto x = std::make_shared<Indexer>(draw_indexer(in, around, problem.keep));
-  problem.params = logits_of(*x, around, problem.keep, in.pick<int64_t>({0, 3}));
+  problem.params =
+      logits_of(*x, around, problem.keep, in.pick<int64_t>({0, 3}), in.pick({DType::kF32, DType::kF32, DType::kBf16}));
+  const bool bf16 = problem.params.logits.dtype == DType::kBf16;
   problem.text = x->text;
   problem.num_rows = x->paged.num_rows;
-  problem.compare = [x](const Outputs& oracle, const Outputs& got) {
-    const std::vector<float> want = oracle.floats("logits"), have = got.floats("logits");
+  problem.compare = [x, bf16](const Outputs& oracle, const Outputs& got) {
+    std::vector<float> want = oracle.floats("logits");
+    const std::vector<float> have = got.floats("logits");
+    if (bf16 && x->exact)
+      for (float& score : want) score = Bf16::from_float(score).to_float();
     const int64_t columns = x->paged.max_keys() + 5;
     for (int64_t row = 0; row < x->paged.num_rows; ++row) {
       for (int64_t t = 0; t < columns; ++t) {
@@ -501,7 +540,10 @@ OpProblem<IndexLogits> make_problem(Source in, const Surroundings& around) {
         };
         if (x->exact || t >= x->paged.keys_of_row[static_cast<size_t>(row)])
           require(same_number(want[e], have[e]) || want[e] == have[e], place);
-        else require(std::fabs(double{have[e]} - want[e]) <= score_tolerance(*x, row), place);
+        else
+          require(std::fabs(double{have[e]} - want[e]) <=
+                      score_tolerance(*x, row) + (bf16 ? kUnitBf16 * std::fabs(want[e]) : 0.0),
+                  place);
       }
     }
   };
@@ -578,7 +620,8 @@ OpProblem<TopK> make_problem(Source in, const Surroundings& around) {
   for (const int32_t n : lens) columns = std::max<int64_t>(columns, n);
   columns += in.between(0, 20);
   const int64_t kind = in.between(0, 6);
-  const TensorView logits = tensor(problem.keep, around, DType::kF32, {rows, columns}, in.pick<int64_t>({0, 5}));
+  const TensorView logits = tensor(problem.keep, around, in.pick({DType::kF32, DType::kF32, DType::kBf16}),
+                                   {rows, columns}, in.pick<int64_t>({0, 5}));
   for (int64_t t = 0; t < rows; ++t) {
     Rng rng = Rng::of(seeds.seed, static_cast<uint64_t>(t), 3);
     for (int64_t i = 0; i < lens[static_cast<size_t>(t)]; ++i) {
@@ -600,7 +643,7 @@ OpProblem<TopK> make_problem(Source in, const Surroundings& around) {
         }
         default: break;
       }
-      *logits.ptr<float>(t, i) = x;
+      set(logits, x, t, i);
     }
   }
   TopK& p = problem.params;
@@ -707,7 +750,7 @@ OpProblem<RaggedPrefill> make_problem(Source in, const Surroundings& around) {
     single.cu_kv_lens = ints(keep, {0, keys});
     return single;
   };
-  problem.free_of_pages = {"out", "lse"};
+  problem.free_of_pages = {"out", "lse", "max_logits"};
   return problem;
 }
 
@@ -874,7 +917,10 @@ OpProblem<LatentWrite> make_problem(Source in, const Surroundings& around) {
   p.cache.format = in.pick(kLatentFormats);
   p.cache.geometry = in.pick(kGeometries);
   if (p.cache.format == LatentFormat::kE4m3) p.cache.scale = draw_scale(seeds.seed, 0);
-  draw_pages(in, around, problem.keep, p.cache, latent_row_bytes(p.cache.format, p.cache.geometry));
+  const int64_t row_bytes = latent_row_bytes(p.cache.format, p.cache.geometry);
+  if (p.cache.format != LatentFormat::kE4m3PerToken && in.one_in(4))
+    p.cache.row_stride_bytes = (row_bytes + 15) / 16 * 16 + in.pick<int64_t>({16, 0, 256});
+  draw_pages(in, around, problem.keep, p.cache, std::max(row_bytes, p.cache.row_stride_bytes));
   const std::vector<int64_t> slots = draw_slots(in, p.cache.num_slots(), seeds.seed, false);
   p.slots = slot_tensor(in, problem.keep, slots);
   const DType dtype = in.pick({DType::kBf16, DType::kF32});
@@ -900,7 +946,9 @@ OpProblem<LatentGather> make_problem(Source in, const Surroundings& around) {
   p.cache.geometry = in.pick(kGeometries);
   if (p.cache.format == LatentFormat::kE4m3) p.cache.scale = draw_scale(seeds.seed, 0);
   const int64_t row_bytes = latent_row_bytes(p.cache.format, p.cache.geometry);
-  draw_pages(in, around, problem.keep, p.cache, row_bytes);
+  if (p.cache.format != LatentFormat::kE4m3PerToken && in.one_in(4))
+    p.cache.row_stride_bytes = (row_bytes + 15) / 16 * 16 + in.pick<int64_t>({16, 0, 256});
+  draw_pages(in, around, problem.keep, p.cache, std::max(row_bytes, p.cache.row_stride_bytes));
   const std::vector<int64_t> slots = draw_slots(in, p.cache.num_slots(), seeds.seed, true);
   const RowGeometry g = p.cache.geometry;
   for (const int64_t slot : slots) {  // only the rows that are read
@@ -915,7 +963,7 @@ OpProblem<LatentGather> make_problem(Source in, const Surroundings& around) {
       fill_bytes(page + scales + int64_t{p.cache.page_size} * 4 + at * g.rope_dim * 2, g.rope_dim * 2, seed + 1);
       continue;
     }
-    std::byte* row = p.cache.row(slot, row_bytes);
+    std::byte* row = p.cache.row(slot, p.cache.row_stride());
     fill_bytes(row, row_bytes, seed);
     if (p.cache.format == LatentFormat::kPacked656)
       for (int32_t i = 0; i < g.latent_dim / 128; ++i) {
@@ -1110,8 +1158,7 @@ std::vector<std::byte> written_bytes(const OpProblem<Params>& problem, const Out
         take(page + scales + at * 4, 4);
         take(page + scales + int64_t{c.page_size} * 4 + at * g.rope_dim * 2, g.rope_dim * 2);
       } else {
-        const int64_t row_bytes = latent_row_bytes(c.format, g);
-        take(c.row(slot, row_bytes), row_bytes);
+        take(c.row(slot, c.row_stride()), latent_row_bytes(c.format, g));
       }
     } else {
       const int64_t value_bytes = index_k_token_bytes(c.format, c.head_dim) - (c.format == IndexKFormat::kE4m3 ? 4 : 0);
