@@ -142,9 +142,10 @@ std::vector<double> row_bounds(const IndexerProblem& s) {
 }
 
 /// Keys are standard normal: their norm is sqrt(head_dim) within a few percent; a fifth more covers all of them.
-double score_tolerance(const IndexerOptions& o, double row_bound) {
-  return logit_tolerance(o.head_dim, static_cast<double>(o.heads),
-                         row_bound * 1.2 * std::sqrt(static_cast<double>(o.head_dim)));
+double score_tolerance(const IndexerOptions& o, double row_bound, const std::string& impl = {}) {
+  const double bound = row_bound * 1.2 * std::sqrt(static_cast<double>(o.head_dim));
+  if (impl == "cuda_sm90") return fp8_logit_tolerance(o.head_dim, static_cast<double>(o.heads), bound);
+  return logit_tolerance(o.head_dim, static_cast<double>(o.heads), bound);
 }
 
 void logits_case(Recorder& r, const std::string& case_class, const std::string& detail, const PagedSpec& spec,
@@ -153,23 +154,29 @@ void logits_case(Recorder& r, const std::string& case_class, const std::string& 
   const IndexLogits p = logits_of(s);
   const std::vector<double> scales = row_bounds(s);
   const auto columns = static_cast<size_t>(p.logits.shape[1]);
-  check_case(r, {"index_logits", o.format.name(), case_class, detail}, p,
-             [&](const Outputs& oracle, const Outputs& got, Worst& worst) {
-               const std::vector<float> want = oracle.floats("logits");
-               const std::vector<float> have = got.floats("logits");
-               for (size_t e = 0; e < want.size(); ++e) {
-                 const size_t row = e / columns;
-                 const std::string place = fmt::format("row {} key {}", row, e % columns);
-                 if (static_cast<int64_t>(e % columns) >= s.paged.keys_of_row[row]) {
-                   worst.see(std::memcmp(&want[e], &have[e], 4) == 0 ? 0.0 : 1.0, 0.0, place + " was written");
-                 } else if (std::isnan(want[e]) || std::isnan(have[e])) {
-                   worst.see(std::isnan(want[e]) == std::isnan(have[e]) ? 0.0 : 1.0, 0.0, place + " NaN or not");
-                 } else {
-                   worst.see(std::fabs(static_cast<double>(have[e]) - want[e]),
-                             o.integers ? 0.0 : score_tolerance(o, scales[row]), place);
-                 }
-               }
-             });
+  const Case c{"index_logits", o.format.name(), case_class, detail};
+  Outputs oracle;  // when somebody takes the case
+  for_each_impl(r, c, p, [&](const std::string& impl) {
+    if (oracle.names.empty()) oracle = run(p, {.impl = "ref", .num_workers = 1, .fp32_outputs = true});
+    const Outputs got = run(p, {.impl = impl});
+    Worst worst;
+    const std::vector<float> want = oracle.floats("logits");
+    const std::vector<float> have = got.floats("logits");
+    for (size_t e = 0; e < want.size(); ++e) {
+      const size_t row = e / columns;
+      const std::string place = fmt::format("row {} key {}", row, e % columns);
+      if (static_cast<int64_t>(e % columns) >= s.paged.keys_of_row[row]) {
+        worst.see(std::memcmp(&want[e], &have[e], 4) == 0 ? 0.0 : 1.0, 0.0, place + " was written");
+      } else if (std::isnan(want[e]) || std::isnan(have[e])) {
+        worst.see(std::isnan(want[e]) == std::isnan(have[e]) ? 0.0 : 1.0, 0.0, place + " NaN or not");
+      } else {
+        worst.see(std::fabs(static_cast<double>(have[e]) - want[e]),
+                  o.integers ? 0.0 : score_tolerance(o, scales[row], impl), place);
+      }
+    }
+    if (!got.fault.empty()) worst = {1.0, 0.0, got.fault, true};
+    r.add(c, impl, worst);
+  });
 }
 
 /// A selection against the oracle's scores: packed distinct positions in ascending order, -1 behind, the slot of each;

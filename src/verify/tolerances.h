@@ -66,6 +66,15 @@ inline double logit_tolerance(double head_dim, double num_heads, double bound) {
   return kUnitFp32 * (std::sqrt(head_dim) + std::sqrt(num_heads) + 8.0) * bound;
 }
 
+/// The same where e4m3 products are added by Hopper's fp8 tensor cores (cuda_sm90): each of the head_dim / 32 steps
+/// adds 32 products and the sum so far, every one cut off 13 bits below the leading bit of the largest. With normal
+/// values that is the sum, up to a quarter of ||q|| ||k||; 33 cuts of random sign are 1.7 units of it, those of four
+/// steps 3.4, the worst of some thousand logits four times that: 4 units of ||q|| ||k||. Heads err independently.
+inline double fp8_logit_tolerance(double head_dim, double num_heads, double bound) {
+  constexpr double kUnitFp8Sum = 0x1p-13;
+  return logit_tolerance(head_dim, num_heads, bound) + 4.0 * kUnitFp8Sum * bound / std::sqrt(num_heads);
+}
+
 /// |x - oracle| of a rotated value of the pair (a, b): two products and a sum in fp32, then the rounding of storage,
 /// and the oracle's own rounding to fp32.
 inline double rope_tolerance(bool bf16, double a, double b) {

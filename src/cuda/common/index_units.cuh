@@ -32,8 +32,8 @@ struct Problem {
   Pages pages;
   LogitBlock block;
   int rows_per_unit, units_per_phase;
-  int64_t units_per_request;      // for q_len rows a request
-  int64_t first_unit, num_units;  // enough for the rows of the block; those of other rows are empty
+  int units_per_request;      // for q_len rows a request
+  int first_unit, num_units;  // enough for the rows of the block; those of other rows are empty
 };
 
 inline Problem make_problem(const TensorView& q, const TensorView& weights, const IndexCacheView& cache,
@@ -60,42 +60,43 @@ inline void choose_units(Problem& p, int64_t num_rows, int slots) {
   const int64_t rows_of_request = ragged ? divide_up(num_rows, p.rows.num_requests) : p.rows.q_len;
   p.rows_per_unit = static_cast<int>(divide_up(rows_of_request, divide_up(rows_of_request, slots)));
   p.units_per_phase = std::clamp(slots / p.rows_per_unit, 1, kMaxUnits);
-  p.units_per_request = divide_up(rows_of_request, p.rows_per_unit);
+  p.units_per_request = static_cast<int>(divide_up(rows_of_request, p.rows_per_unit));
   const int64_t last_row = p.block.first_row + p.block.num_rows - 1;
   if (ragged) {  // of a row: at least row / rows_per_unit - 1, at most that and the number of requests
-    p.first_unit = std::max<int64_t>(p.block.first_row / p.rows_per_unit - 1, 0);
-    p.num_units = last_row / p.rows_per_unit + p.rows.num_requests - p.first_unit;
+    p.first_unit = static_cast<int>(std::max<int64_t>(p.block.first_row / p.rows_per_unit - 1, 0));
+    p.num_units = static_cast<int>(last_row / p.rows_per_unit + p.rows.num_requests - p.first_unit);
   } else {
     const auto unit_of = [&](int64_t row) {
-      return row / p.rows.q_len * p.units_per_request + row % p.rows.q_len / p.rows_per_unit;
+      return static_cast<int>(row / p.rows.q_len * p.units_per_request + row % p.rows.q_len / p.rows_per_unit);
     };
     p.first_unit = unit_of(p.block.first_row);
     p.num_units = unit_of(last_row) + 1 - p.first_unit;
   }
 }
 
+/// Rows and requests are 32-bit numbers, as cumulative lengths and positions are: 64-bit divisions are slow.
 struct Unit {
-  int64_t request, first_row, num_rows;
-  int64_t first_of_request, rows_of_request;
-  int32_t keys;  // of its last row, which sees most
+  int request, first_row, num_rows;
+  int first_of_request, rows_of_request;
+  int keys;  // of its last row, which sees most
 };
 
-__device__ inline int32_t keys_of(const Problem& p, const Unit& u, int64_t row) {
+__device__ inline int keys_of(const Problem& p, const Unit& u, int row) {
   const int64_t n = row_bound(p.rows.bound, p.rows.seq_lens[u.request], u.rows_of_request, row - u.first_of_request);
   const int64_t reach = min(page_list(p.pages, u.request).num_pages * p.cache.page_size, p.block.num_columns);
-  return static_cast<int32_t>(min(n, reach));
+  return static_cast<int>(min(n, reach));
 }
 
 /// Unit number first_unit + index; one without rows of the block or without keys has keys == 0. Ragged: the units of
 /// request r start at cu_q_lens[r] / rows_per_unit + r, which leaves room for all of them; the rest are empty.
-__device__ inline Unit unit_at(const Problem& p, int64_t index) {
+__device__ inline Unit unit_at(const Problem& p, int index) {
   index += p.first_unit;
   Unit u{};
-  int64_t group;
+  int group;
   if (p.rows.cu_q_lens != nullptr) {
-    int64_t low = 0, high = p.rows.num_requests;
+    int low = 0, high = static_cast<int>(p.rows.num_requests);
     while (high - low > 1) {
-      const int64_t middle = (low + high) / 2;
+      const int middle = (low + high) / 2;
       if (p.rows.cu_q_lens[middle] / p.rows_per_unit + middle <= index) low = middle;
       else high = middle;
     }
@@ -109,14 +110,15 @@ __device__ inline Unit unit_at(const Problem& p, int64_t index) {
     u.first_of_request = u.request * p.rows.q_len;
     u.rows_of_request = p.rows.q_len;
   }
-  const int64_t offset = group * p.rows_per_unit;
+  if (group < 0) return u;
+  const int64_t offset = int64_t{group} * p.rows_per_unit;
   const int64_t begin = max(u.first_of_request + offset, p.block.first_row);
-  const int64_t end =
-      min(u.first_of_request + min(offset + p.rows_per_unit, u.rows_of_request), p.block.first_row + p.block.num_rows);
-  if (group < 0 || begin >= end) return u;
-  u.first_row = begin;
-  u.num_rows = end - begin;
-  u.keys = keys_of(p, u, end - 1);
+  const int64_t end = min(u.first_of_request + min(offset + p.rows_per_unit, static_cast<int64_t>(u.rows_of_request)),
+                          p.block.first_row + p.block.num_rows);
+  if (begin >= end) return u;
+  u.first_row = static_cast<int>(begin);
+  u.num_rows = static_cast<int>(end - begin);
+  u.keys = keys_of(p, u, static_cast<int>(end - 1));
   return u;
 }
 
@@ -140,15 +142,17 @@ struct Schedule {
   Part parts[kMaxUnits + 1];  // of the phase; the last one's `begin` is the number of tiles
   int32_t bounds[kSlots];     // keys that the row of a slot sees; slot = part * rows_per_unit + row
   int64_t warp_tiles[kWarps];
-  int64_t next_unit, tiles_before;  // the next phase's first unit and the tiles before it
+  int next_unit;         // of the next phase
+  int64_t tiles_before;  // before it
 
   /// Tiles [begin, end) of the line for this block; false if there are none. next_phase() comes next.
   __device__ bool find_stretch(const Problem& p, int64_t& begin, int64_t& end) {
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
-    const int64_t units_per_thread = (p.num_units + kThreads - 1) / kThreads;
-    const int64_t first_mine = tid * units_per_thread, last_mine = min(p.num_units, first_mine + units_per_thread);
+    const int units_per_thread = (p.num_units + kThreads - 1) / kThreads;
+    const int first_mine = min(tid * units_per_thread, p.num_units);
+    const int last_mine = min(p.num_units, first_mine + units_per_thread);
     int64_t mine = 0;
-    for (int64_t u = first_mine; u < last_mine; ++u) mine += tiles_of(unit_at(p, u));
+    for (int u = first_mine; u < last_mine; ++u) mine += tiles_of(unit_at(p, u));
     int64_t before = mine;  // becomes the tiles of the threads before this one
     for (int offset = 1; offset < 32; offset *= 2) {
       const int64_t x = __shfl_up_sync(0xffffffffu, before, offset);
@@ -162,12 +166,18 @@ struct Schedule {
       if (w < warp) before += warp_tiles[w];
       total += warp_tiles[w];
     }
-    begin = total * blockIdx.x / gridDim.x;
-    end = total * (blockIdx.x + 1) / gridDim.x;
+    constexpr int64_t kShort = 1 << 20;  // total * gridDim fits 32 bits for up to 2,047 blocks
+    if (total < kShort && gridDim.x < 2048) {
+      begin = static_cast<uint32_t>(total) * blockIdx.x / gridDim.x;
+      end = static_cast<uint32_t>(total) * (blockIdx.x + 1) / gridDim.x;
+    } else {
+      begin = total * blockIdx.x / gridDim.x;
+      end = total * (blockIdx.x + 1) / gridDim.x;
+    }
     if (begin >= end) return false;
     if (before <= begin && begin < before + mine) {
-      int64_t u = first_mine;
-      for (;; ++u) {
+      int u = first_mine;
+      for (; u + 1 < last_mine; ++u) {
         const int n = tiles_of(unit_at(p, u));
         if (begin < before + n) break;
         before += n;
@@ -182,7 +192,8 @@ struct Schedule {
   __device__ void next_phase(const Problem& p, int64_t begin, int64_t end) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     __syncthreads();
-    const int64_t first_unit = next_unit, tiles_so_far = tiles_before;
+    const int first_unit = next_unit;
+    const int64_t tiles_so_far = tiles_before;
     __syncthreads();
     if (warp == 0) {
       Unit u{};
@@ -202,8 +213,7 @@ struct Schedule {
         if (lane >= offset) behind += x;
       }
       if (lane < p.units_per_phase) {
-        parts[lane] = {n > 0 ? page_list(p.pages, u.request).ids : nullptr, u.first_row,
-                       n > 0 ? static_cast<int32_t>(u.num_rows) : 0,        u.keys,
+        parts[lane] = {n > 0 ? page_list(p.pages, u.request).ids : nullptr, u.first_row, n > 0 ? u.num_rows : 0, u.keys,
                        static_cast<int32_t>(from - (last - tiles)),         behind - n};
         for (int r = 0; r < (n > 0 ? u.num_rows : 0); ++r)
           bounds[lane * p.rows_per_unit + r] = keys_of(p, u, u.first_row + r);

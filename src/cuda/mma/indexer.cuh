@@ -166,7 +166,7 @@ __device__ inline float relu(float x) {
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
 template <class C>
-__global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const Problem p) {
+__global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_constant__ Problem p) {
   extern __shared__ __align__(128) unsigned char shared[];
   auto* queries = reinterpret_cast<uint32_t*>(shared);  // [slot][head pair][step][lane][4]
   const int slots = p.rows_per_unit * p.units_per_phase;
@@ -196,7 +196,14 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const Problem
 
   for (;;) {
     schedule.next_phase(p, begin, end);
+    // A warp's item is a tile with all rows of the unit; with some of them in a phase of so few tiles that the last
+    // round of the warps would weigh.
     const int num_tiles = schedule.num_tiles(p);
+    const int rows_per_item = num_tiles >= 8 * kWarps   ? p.rows_per_unit
+                              : num_tiles >= 2 * kWarps ? (p.rows_per_unit + 1) / 2
+                                                        : 1;
+    const int items_per_tile = (p.rows_per_unit + rows_per_item - 1) / rows_per_item;
+    const int num_items = num_tiles * items_per_tile;
     const bool last_phase = schedule.last_phase(p, end);
     const Part* const parts = schedule.parts;
 
@@ -245,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const Problem
       }
       copy_async_commit();
     };
-    if (warp < num_tiles) start_tile(warp);
+    if (warp < num_items) start_tile(warp / items_per_tile);
 
     // ---- queries and weights of the phase ----
     if constexpr (C::kBf16) {
@@ -299,7 +306,8 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const Problem
 
     // ---- tiles ----
 #pragma unroll 1
-    for (int i = warp; i < num_tiles; i += kWarps) {
+    for (int item = warp; item < num_items; item += kWarps) {
+      const int i = item / items_per_tile;
       const int e = schedule.part_of(i);
       const int first_key = (parts[e].first_tile + i - parts[e].begin) * kTileKeys;
       copy_async_wait<0>();
@@ -320,7 +328,7 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const Problem
       float scale[2] = {next_scale[0], next_scale[1]};
       const bool known[2] = {next_known[0], next_known[1]};
       __syncwarp();
-      if (i + kWarps < num_tiles) start_tile(i + kWarps);
+      if (item + kWarps < num_items) start_tile((item + kWarps) / items_per_tile);
       if constexpr (kNanApart<C::kBf16>) {
         // A NaN in a key makes all of its logits NaN: through the scale.
         uint32_t found = 0;  // bit 2 m + h
@@ -344,9 +352,10 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const Problem
       }
 
       const int64_t first_row = parts[e].first_row;
-      const int num_rows = parts[e].num_rows, first_slot = e * p.rows_per_unit;
+      const int first_slot = e * p.rows_per_unit, first = item % items_per_tile * rows_per_item;
+      const int last = min(first + rows_per_item, parts[e].num_rows);
 #pragma unroll 1
-      for (int r = 0; r < num_rows; ++r) {
+      for (int r = first; r < last; ++r) {
         const int bound = schedule.bounds[first_slot + r] - first_key;
         if (bound <= 0) continue;
         const uint4* query = reinterpret_cast<const uint4*>(queries + (first_slot + r) * C::kSlotWords) + lane;

@@ -26,6 +26,21 @@ std::string refuses_dense(const MlaDecode& p) {
   return refuses_absorbed(p);
 }
 
+/// IndexLogits, or IndexSelect over scores of this set.
+template <class Params>
+std::string refuses_indexer(const Params& p, int64_t num_columns) {
+  constexpr int64_t kMaxHeads = 64, kMaxColumns = int64_t{1} << 30;  // positions are 32-bit numbers in the kernel
+  if (p.q.dtype != DType::kE4m3) return fmt::format("q is {}; accepted: e4m3", to_string(p.q.dtype));
+  if (p.cache.format != IndexKFormat::kE4m3)
+    return fmt::format("index keys are {}; accepted: e4m3", to_string(p.cache.format));
+  if (p.cache.head_dim != 128) return fmt::format("head_dim is {}; accepted: 128", p.cache.head_dim);
+  if (p.q.shape[1] > kMaxHeads) return fmt::format("index heads are {}; accepted: up to {}", p.q.shape[1], kMaxHeads);
+  if (num_columns > kMaxColumns) return fmt::format("{} keys a row; accepted: up to {}", num_columns, kMaxColumns);
+  return {};
+}
+
+std::string refuses_index_logits(const IndexLogits& p) { return refuses_indexer(p, p.logits.shape[1]); }
+
 }  // namespace
 
 const ImplementationSet& sm90_set() noexcept {
@@ -42,6 +57,7 @@ const ImplementationSet& sm90_set() noexcept {
           },
       .batch_invariant = false,
       .mla_decode = {refuses_dense, sm90::workspace_mla_decode, sm90::run_mla_decode},
+      .index_logits = {refuses_index_logits, nullptr, sm90::run_index_logits},
       .sparse_attention = {refuses_absorbed<SparseAttention>, sm90::workspace_sparse_attention,
                            sm90::run_sparse_attention},
   };

@@ -1,7 +1,10 @@
 // The Hopper implementations (sm_90a) as plain functions; set.cpp makes an implementation set of them.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include "core/implementation.h"
+#include "cuda/common/index_logits.cuh"
 
 namespace gannet {
 inline namespace v0 {
@@ -12,6 +15,11 @@ size_t workspace_mla_decode(const MlaDecode& p, int num_workers);
 size_t workspace_sparse_attention(const SparseAttention& p, int num_workers);
 void run_mla_decode(const MlaDecode& p, const RunContext& c);
 void run_sparse_attention(const SparseAttention& p, const RunContext& c);
+void run_index_logits(const IndexLogits& p, const RunContext& c);
+/// Scores a block of rows of a call whose arguments the set takes. No workspace.
+void launch_index_logits(const char* function, const TensorView& q, const TensorView& weights,
+                         const IndexCacheView& cache, const PageTableView& pages, const QueryRows& rows,
+                         const LogitBlock& block, cudaStream_t stream);
 
 }  // namespace sm90
 }  // namespace cuda

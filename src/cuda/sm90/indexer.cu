@@ -1,0 +1,49 @@
+// Launches index_logits_kernel of Hopper.
+#include <algorithm>
+
+#include "cuda/common/check.h"
+#include "cuda/sm90/indexer.cuh"
+#include "cuda/sm90/set.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace cuda {
+namespace sm90 {
+
+namespace {
+
+template <class C>
+void launch(const char* function, index_units::Problem a, int device, int64_t rows, cudaStream_t stream) {
+  int sms = 0;
+  GANNET_CUDA(function, cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+  index_units::choose_units(a, rows, C::kSlots);
+  const size_t bytes = C::shared_bytes(a.rows_per_unit * a.units_per_phase);
+  auto* kernel = indexer::index_logits_kernel<C>;
+  GANNET_CUDA(function,
+              cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  kernel<<<static_cast<unsigned>(sms), indexer::kThreads, bytes, stream>>>(a);
+  GANNET_CUDA(function, cudaGetLastError());
+}
+
+}  // namespace
+
+void launch_index_logits(const char* function, const TensorView& q, const TensorView& weights,
+                         const IndexCacheView& cache, const PageTableView& pages, const QueryRows& rows,
+                         const LogitBlock& block, cudaStream_t stream) {
+  const index_units::Problem a = index_units::make_problem(q, weights, cache, pages, rows, block);
+  if (a.num_heads <= 32) launch<indexer::Config<32>>(function, a, q.device.index, q.shape[0], stream);
+  else launch<indexer::Config<64>>(function, a, q.device.index, q.shape[0], stream);
+}
+
+void run_index_logits(const IndexLogits& p, const RunContext& c) {
+  const DeviceGuard guard(IndexLogits::kName, p.q.device.index);
+  const LogitBlock block{
+      p.logits.data, p.logits.stride[0], p.logits.shape[1], 0, p.q.shape[0], p.logits.dtype == DType::kBf16};
+  launch_index_logits(IndexLogits::kName, p.q, p.weights, p.cache, p.pages, p.rows, block,
+                      static_cast<cudaStream_t>(c.stream.handle));
+}
+
+}  // namespace sm90
+}  // namespace cuda
+}  // namespace v0
+}  // namespace gannet
