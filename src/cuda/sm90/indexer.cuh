@@ -63,8 +63,10 @@ struct Config {
   static constexpr int kRowsPerStep = kColumns / kHeads;
   static constexpr int kSlotBytes = kHeads * kDim;
   static constexpr int kSlots = 8 * 64 / kHeads;
+  /// A step may read rows behind the last slot, whose results go nowhere.
+  __host__ __device__ static constexpr int padded(int slots) { return slots + kRowsPerStep - 1; }
   static constexpr size_t shared_bytes(int slots) {
-    return kAlignment + static_cast<size_t>(slots) * (kSlotBytes + 4 * kHeads) +
+    return kAlignment + static_cast<size_t>(padded(slots)) * (kSlotBytes + 4 * kHeads) +
            static_cast<size_t>(kWarps) * kStages * kStageBytes;
   }
 };
@@ -203,11 +205,12 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
   __shared__ Schedule<kWarps, kMaxSlots> schedule;
   const int slots = p.rows_per_unit * p.units_per_phase;
   const uint32_t base = shared_address(shared), queries = (base + kAlignment - 1) / kAlignment * kAlignment;
-  auto* const query_bytes = shared + (queries - base);                                  // [slot][head][128] swizzled
-  auto* const weights = reinterpret_cast<float*>(query_bytes + slots * C::kSlotBytes);  // [slot][head pair][t][4]
+  auto* const query_bytes = shared + (queries - base);  // [slot][head][128] swizzled
+  auto* const weights =
+      reinterpret_cast<float*>(query_bytes + C::padded(slots) * C::kSlotBytes);  // [slot][head pair][t][4]
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, warpgroup = warp / 4;
   const int g = lane / 4, t = lane % 4;
-  const uint32_t ring = shared_address(weights + slots * C::kHeads) + warp * kStages * kStageBytes;
+  const uint32_t ring = shared_address(weights + C::padded(slots) * C::kHeads) + warp * kStages * kStageBytes;
 
   int64_t begin, end;
   if (!schedule.find_stretch(p, begin, end)) return;
