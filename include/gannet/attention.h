@@ -13,6 +13,12 @@
 // A mixed step may be attended in one call (kAll; not with kUniformBlock decode rows) or in two; the results are the
 // same bit for bit.
 //
+// On a CUDA device the caches, every tensor of a call and the memory resource are the device's, while steps and their
+// page tables stay in host memory. Calls enqueue on the stream (set_stream) and return; nothing waits for the device,
+// but where the host is four steps ahead of it. After the first run of a shape nothing is allocated. A captured batch
+// (capture) can be captured into a CUDA graph: run its layers once without, for the plans and the workspace, then once
+// under stream capture; for each step refresh, then launch the graph.
+//
 // Errors: Error with the name of the call. kInvalidArgument for a call before bind or prepare, after an idle step, for
 // a layer that is not bound, for shapes unlike the config; kUnsupported for what the backend does not do. Thread
 // safety: a backend is used by one thread at a time. Several live side by side.
@@ -123,10 +129,11 @@ class GANNET_API SelectionBuffer {
 };
 
 /// Row i of `to` becomes row rows[i] of `from`: what is left of a step's selection when a draft goes on from one row a
-/// request (narrow_rows), so that its later steps reuse it. rows: [rows of to]; -1 gives an empty list, the row of a
-/// request that has none. `to` shares no memory with `from`, has its width, and positions only where `from` has them.
-/// Throws for anything else.
-GANNET_API void gather_selection(const TopKSelection& from, std::span<const int32_t> rows, const TopKSelection& to);
+/// request (narrow_rows), so that its later steps reuse it. rows: [rows of to] in host memory; -1 gives an empty list,
+/// the row of a request that has none. `to` shares no memory with `from`, has its width and device, and positions only
+/// where `from` has them. Throws for anything else.
+GANNET_API void gather_selection(const TopKSelection& from, std::span<const int32_t> rows, const TopKSelection& to,
+                                 Stream stream = {});
 
 struct SelectCall {
   int32_t layer = 0;
@@ -198,7 +205,9 @@ enum class LayerRecord : uint8_t {
 GANNET_API const char* to_string(LayerRecord r) noexcept;
 
 /// What a backend calls around the rows of a layer, on the thread that called the backend, until they are replaced or
-/// the backend is gone. Either may be empty.
+/// the backend is gone. Either may be empty. On a CUDA device "written" means enqueued: a record marks the place in the
+/// stream, for example by an event of the caller's or by StreamCounter (gannet/cuda.h), and `wait` lets the stream
+/// wait.
 struct LayerHooks {
   /// For whoever ships a layer as soon as it is written (spec 1.8): exactly one record a layer a prefill step (extend
   /// or mixed), on every path, and none of other steps. kWritten comes after the last row of the extend requests, from
@@ -227,6 +236,11 @@ class GANNET_API AttentionBackend {
   /// The caches of layers 0, 1, ...; replaces earlier ones and ends the current step. Checks format, geometry, page
   /// size, and that layers agree.
   virtual void bind(std::span<const LayerCaches> layers) = 0;
+
+  /// The stream of a CUDA device on which everything that follows is enqueued, the copies that prepare, capture,
+  /// refresh and advance make included; those are not for a graph: they come before its capture and before each replay,
+  /// which reads the arrays where they lie. The default stream at first. On the CPU it means nothing.
+  virtual void set_stream(Stream stream) = 0;
 
   /// Replaces the hooks and ends the current step.
   virtual void set_layer_hooks(LayerHooks hooks) = 0;

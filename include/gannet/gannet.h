@@ -3,6 +3,7 @@
 
 #include "gannet/attention.h"
 #include "gannet/context.h"
+#include "gannet/cuda.h"
 #include "gannet/device.h"
 #include "gannet/dtype.h"
 #include "gannet/error.h"

@@ -12,8 +12,9 @@
 // before it, and one layer exported by itself is the same bytes.
 //
 // Errors: kInvalidArgument for caches outside their contract, pages or slots outside a pool, a buffer of another size;
-// kUnsupported for memory that is not the host's. All checks come first: where they throw, nothing has been copied.
-// Thread safety: reads and writes the bytes that it is about, and no others.
+// All checks come first: where they throw, nothing has been copied. Caches may lie on CUDA devices (the buffer is host
+// memory, pinned for speed): copies are made in the order of `stream`, one for each page of a cache, and when a
+// function returns they are done. Thread safety: reads and writes the bytes that it is about, and no others.
 #pragma once
 
 #include <span>
@@ -38,10 +39,10 @@ struct SlotMove {
 
 /// Copies pages in every layer, one after the other in the order given: a later move reads what an earlier one has
 /// written.
-GANNET_API void copy_pages(std::span<const LayerCaches> layers, std::span<const PageMove> moves);
+GANNET_API void copy_pages(std::span<const LayerCaches> layers, std::span<const PageMove> moves, Stream stream = {});
 
 /// The same for single tokens, each plane of planar pages by itself (values and scale of an e4m3 index key).
-GANNET_API void copy_slots(std::span<const LayerCaches> layers, std::span<const SlotMove> moves);
+GANNET_API void copy_slots(std::span<const LayerCaches> layers, std::span<const SlotMove> moves, Stream stream = {});
 
 // ---- export and import --------------------------------------------------------------------------------------------
 
@@ -70,12 +71,12 @@ GANNET_API int64_t exported_bytes(std::span<const LayerCaches> layers, int64_t n
 
 /// Copies pages of the layers into the buffer, which has exactly exported_bytes.
 GANNET_API void export_pages(std::span<const LayerCaches> layers, std::span<const int32_t> pages,
-                             std::span<std::byte> buffer);
+                             std::span<std::byte> buffer, Stream stream = {});
 
 /// Copies the buffer into pages of the layers: byte i of the page that export_pages was given as pages[j] becomes byte
 /// i of this pages[j].
 GANNET_API void import_pages(std::span<const LayerCaches> layers, std::span<const int32_t> pages,
-                             std::span<const std::byte> buffer);
+                             std::span<const std::byte> buffer, Stream stream = {});
 
 }  // namespace v0
 }  // namespace gannet

@@ -64,6 +64,10 @@ BackendCore::BackendCore(std::string name, AttentionCapabilities capabilities, c
     refuse(kCall, "max_context_len is {}; accepted: 1 to {}", config.max_context_len, kMaxContext);
   if (config.prefix_chunk_capacity < 1)
     refuse(kCall, "prefix_chunk_capacity is {} tokens; accepted: 1 and more", config.prefix_chunk_capacity);
+  if (!(memory.device() == config.device))
+    refuse(kCall, "the memory resource is on {}; accepted: memory of {}, the device of the config",
+           to_string(memory.device()), to_string(config.device));
+  if (config.device.kind == DeviceKind::kCuda) staging_ = std::make_unique<cuda::Staging>(config.device.index);
   if (!config.plan.impl.empty()) {
     std::string names;
     for (const ImplementationSet* set : implementation_sets()) {
@@ -131,6 +135,7 @@ void BackendCore::bind(std::span<const LayerCaches> layers) {
   make_current(eager_);
   base_ = &eager_;
   captured_.clear();
+  outgrown_.clear();
   layers_.assign(layers.begin(), layers.end());
   has_record_.assign(layers.size(), 0);
   state_ = State::kBound;
@@ -219,6 +224,7 @@ void BackendCore::prepare(const BatchStep& step) {
   end_step();
   state_ = State::kBound;  // where this throws, the step before is over all the same
   eager_.plan.assign(step, limits());
+  upload(eager_);
   begin_step(eager_);
 }
 
@@ -239,9 +245,25 @@ void BackendCore::begin_step(Planned& planned) {
   std::fill(has_record_.begin(), has_record_.end(), uint8_t{0});
 }
 
+void BackendCore::upload(Planned& planned) {
+  if (config_.device.kind == DeviceKind::kCpu) return;
+  planned.arrays.upload(name_.c_str(), staging_.get(), PlanPieces(planned.plan).span(), stream_);
+}
+
+void BackendCore::grow(Buffer& buffer, size_t bytes) {
+  if (bytes <= buffer.size()) return;
+  if (!captured_.empty() && config_.device.kind != DeviceKind::kCpu && buffer.size() > 0) {
+    // Half as much again at least: what is kept adds up to no more than twice the last size.
+    bytes = std::max(bytes, buffer.size() + buffer.size() / 2);
+    outgrown_.push_back(std::move(buffer));
+  }
+  buffer.reserve(bytes, memory_);
+}
+
 void BackendCore::make_current(Planned& planned) noexcept {
   current_ = &planned.plan;
   ops_ = &planned.ops;
+  arrays_ = &planned.arrays;
 }
 
 BackendCore::Planned* BackendCore::find_captured(int64_t num_requests, int32_t q_len) noexcept {
@@ -259,10 +281,11 @@ void BackendCore::capture(const CaptureShape& shape) {
   if (planned != nullptr) {
     planned->plan.capture(shape, limits());
   } else {
-    auto fresh = std::make_unique<Planned>();
+    auto fresh = std::make_unique<Planned>(config_.device, memory_);
     fresh->plan.capture(shape, limits());
     planned = captured_.emplace_back(std::move(fresh)).get();
   }
+  upload(*planned);
   begin_step(*planned);
 }
 
@@ -284,6 +307,7 @@ void BackendCore::refresh(const BatchStep& step, int32_t num_requests) {
            shapes.empty() ? "none" : shapes);
   }
   planned->plan.assign(step, limits());
+  upload(*planned);
   begin_step(*planned);
 }
 
@@ -314,6 +338,7 @@ void BackendCore::advance(const DraftAdvance& advance) {
       refuse(kCall, "a batch of {} requests of 1 row was never captured, and the draft goes on from a captured one", n);
   }
   target->plan.advance(base_->plan, next_lens_, advance.pages, limits());
+  upload(*target);
   end_step();
   make_current(*target);
 }
@@ -353,12 +378,12 @@ StepRows BackendCore::effective(const char* call, StepRows part) const {
 
 QueryRows BackendCore::query_rows(StepRows part) const {
   QueryRows rows;
-  rows.seq_lens = current_->seq_lens_view(part);
+  rows.seq_lens = on_device(current_->seq_lens_view(part));
   if (part == StepRows::kDecode) {
     rows.q_len = current_->q_len();
     rows.bound = current_->decode_bound();
   } else {
-    rows.cu_q_lens = current_->cu_q_lens(part);
+    rows.cu_q_lens = on_device(current_->cu_q_lens(part));
   }
   return rows;
 }
@@ -405,7 +430,7 @@ void BackendCore::write(const char* call, int32_t l, StepRows part, const KvRows
   } else if (kv.index_k.given()) {
     refuse(call, "index_k is {}; layer {} has no index cache", describe(kv.index_k), l);
   }
-  const TensorView slots = view(plan.write_slots().data() + range.begin, {rows});
+  const TensorView slots = on_device(view(plan.write_slots().data() + range.begin, {rows}));
   open_layer(l);
   run(LatentWrite{.latent = kv.latent, .rope = kv.rope, .slots = slots, .cache = caches.latent});
   if (caches.index) run(IndexKWrite{.k = kv.index_k, .slots = slots, .cache = *caches.index});

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "attention/device_arrays.h"
 #include "attention/op_cache.h"
 #include "core/format.h"
 #include "core/op_list.h"
@@ -32,6 +33,10 @@ class BackendCore {
   BackendCore& operator=(const BackendCore&) = delete;
 
   void bind(std::span<const LayerCaches> layers);
+  void set_stream(Stream stream) noexcept { stream_ = stream; }
+  Stream stream() const noexcept { return stream_; }
+  /// Through which arrays go to the device; none on the CPU.
+  cuda::Staging* staging() const noexcept { return staging_.get(); }
   void set_layer_hooks(LayerHooks hooks);
   void prepare(const BatchStep& step);
   void capture(const CaptureShape& shape);
@@ -61,7 +66,10 @@ class BackendCore {
   const LayerCaches& open_layer(int32_t layer) const;
   /// kAll as the one part that the step has; throws where one launch cannot hold both.
   StepRows effective(const char* call, StepRows part) const;
+  // The arrays of the current plan where the operations read them.
   QueryRows query_rows(StepRows part) const;
+  PageTableView pages(StepRows part) const { return arrays_->on_device(current_->pages(part)); }
+  TensorView on_device(const TensorView& array) const { return arrays_->on_device(array); }
 
   /// Throws unless the view has that shape and is fp32 or bf16.
   void check_float(const char* call, const char* argument, const TensorView& v,
@@ -74,9 +82,12 @@ class BackendCore {
   template <class Params>
   void run(const Params& params) {
     const OpPlan<Params>& plan = std::get<OpCache<Params>>(*ops_).plan(context_, params, config_.plan);
-    workspace_.reserve(plan.workspace_bytes(), memory_);
-    plan.run(params, workspace_.span());
+    grow(workspace_, plan.workspace_bytes());
+    plan.run(params, workspace_.span(), stream_);
   }
+
+  /// Makes a buffer of the device at least that large. What it had is kept for the graphs that captured it.
+  void grow(Buffer& buffer, size_t bytes);
 
   /// Checks the tensors of an attention call and writes its rows. False where there are none: nothing is to be done.
   bool begin_attend(const AttendCall& call);
@@ -97,8 +108,10 @@ class BackendCore {
 
   /// The plan of a step and the plans of its operations: a captured batch has its own, which no other shape displaces.
   struct Planned {
+    Planned(Device device, MemoryResource& memory) : arrays(device, memory) {}
     StepPlan plan;
     Ops ops;
+    DeviceArrays arrays;
   };
 
   std::string where(const char* call) const { return name_ + " " + call; }
@@ -106,6 +119,8 @@ class BackendCore {
   /// first layer of the first step.
   void probe(const LayerCaches& caches) const;
   StepLimits limits() const noexcept;
+  /// Brings the arrays of a plan that has been filled to the device.
+  void upload(Planned& planned);
   /// A plan that has been filled becomes the current one, which drafts go on from.
   void begin_step(Planned& planned);
   void make_current(Planned& planned) noexcept;
@@ -120,19 +135,23 @@ class BackendCore {
   const Context& context_;
   AttentionConfig config_;
   MemoryResource& memory_;
+  Stream stream_;
+  std::unique_ptr<cuda::Staging> staging_;
   std::vector<LayerCaches> layers_;
   LayerHooks hooks_;
   bool recording_ = false;           // the step is one of prefill, and there is a hook
   std::vector<uint8_t> has_record_;  // [layers]
   State state_ = State::kUnbound;
-  Planned eager_, draft_;
+  Planned eager_{config_.device, memory_}, draft_{config_.device, memory_};
   std::vector<std::unique_ptr<Planned>> captured_;
   StepPlan* current_ = &eager_.plan;
   Ops* ops_ = &eager_.ops;
+  const DeviceArrays* arrays_ = &eager_.arrays;
   const Planned* base_ = &eager_;   // what advance goes on from
   std::vector<int32_t> base_lens_;  // of base_, which an advance into it overwrites
   std::vector<int32_t> next_lens_;
   Buffer workspace_;
+  std::vector<Buffer> outgrown_;
 };
 
 }  // namespace attention

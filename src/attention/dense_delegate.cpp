@@ -17,11 +17,11 @@ namespace {
 class Carver {
  public:
   static constexpr int64_t kAlignment = 64;
-  explicit Carver(std::byte* base) : base_(base) {}  // nullptr: only counts
+  Carver(std::byte* base, Device device) : base_(base), device_(device) {}  // nullptr: only counts
   TensorView take(DType dtype, std::initializer_list<int64_t> shape) {
     int64_t bytes = static_cast<int64_t>(size_of(dtype));
     for (const int64_t n : shape) bytes = checked_mul("dense_prefill", "the size of the scratch", bytes, n);
-    const TensorView v = view(base_ == nullptr ? nullptr : base_ + used_, dtype, shape);
+    const TensorView v = view(base_ == nullptr ? nullptr : base_ + used_, dtype, shape, device_);
     used_ = checked_add("dense_prefill", "the size of the scratch", used_,
                         checked_round_up("dense_prefill", "the size of the scratch", bytes, kAlignment));
     return v;
@@ -30,17 +30,14 @@ class Carver {
 
  private:
   std::byte* base_;
+  Device device_;
   int64_t used_ = 0;
 };
 
 }  // namespace
 
-DenseDelegate::DenseDelegate(BackendCore& core) : core_(core) {
-  // By device; the operations underneath choose their implementation by themselves.
-  const Device device = core.config().device;
-  if (device.kind != DeviceKind::kCpu)
-    core.refuse_unsupported("config", "there is no dense attention on {}; accepted: cpu", to_string(device));
-}
+// The operations underneath choose their implementation by device themselves.
+DenseDelegate::DenseDelegate(BackendCore& core) : core_(core), slot_copies_(core.config().device, core.memory()) {}
 
 void DenseDelegate::attend_all(const AttendCall& call) {
   constexpr const char* kCall = "attend";
@@ -48,7 +45,7 @@ void DenseDelegate::attend_all(const AttendCall& call) {
   MlaDecode op;
   op.q = call.q;
   op.cache = core_.open_layer(call.layer).latent;
-  op.pages = core_.active_step(kCall).pages(part);
+  op.pages = core_.pages(part);
   op.rows = core_.query_rows(part);
   op.out = call.out;
   op.lse = call.lse;
@@ -78,7 +75,7 @@ void DenseDelegate::causal_pass(const DensePrefillCall& call, const TensorView& 
   op.k = call.k_nope;
   op.k_rope = call.k_rope;
   op.v = call.v;
-  op.cu_q_lens = op.cu_kv_lens = core_.active_step("dense_prefill").cu_q_lens(StepRows::kPrefill);
+  op.cu_q_lens = op.cu_kv_lens = core_.on_device(core_.active_step("dense_prefill").cu_q_lens(StepRows::kPrefill));
   op.out = call.out;
   op.lse = lse;
   op.softmax_scale = core_.config().softmax_scale;
@@ -107,10 +104,12 @@ TensorView DenseDelegate::chunk_slots(int64_t chunk) {
     for (size_t i = 0; i < chunks.size(); ++i)
       step.fill_chunk_slots(chunks[i], std::span(slots_).subspan(static_cast<size_t>(slot_offsets_[i]),
                                                                  static_cast<size_t>(chunks[i].num_tokens)));
+    const DeviceArrays::Piece piece = DeviceArrays::piece(std::span<const int32_t>(slots_));
+    slot_copies_.upload("gather_prefix", core_.staging(), {&piece, 1}, core_.stream());
     slots_ready_ = true;
   }
   const auto i = static_cast<size_t>(chunk);
-  return view(slots_.data() + slot_offsets_[i], {chunks[i].num_tokens});
+  return slot_copies_.on_device(view(slots_.data() + slot_offsets_[i], {chunks[i].num_tokens}));
 }
 
 void DenseDelegate::gather(int32_t layer, int64_t chunk, const TensorView& latent, const TensorView& rope) {
@@ -126,8 +125,8 @@ void DenseDelegate::pass(const PrefixPassCall& call, const TensorView& part_out,
   op.k = call.k_nope;
   op.k_rope = call.k_rope;
   op.v = call.v;
-  op.cu_q_lens = step.cu_q_lens(StepRows::kPrefill);
-  op.cu_kv_lens = view(cu_kv.data(), {static_cast<int64_t>(cu_kv.size())});
+  op.cu_q_lens = core_.on_device(step.cu_q_lens(StepRows::kPrefill));
+  op.cu_kv_lens = core_.on_device(view(cu_kv.data(), {static_cast<int64_t>(cu_kv.size())}));
   op.out = part_out;
   op.lse = part_lse;
   op.softmax_scale = core_.config().softmax_scale;
@@ -176,12 +175,12 @@ void DenseDelegate::prefill_prefix(const PrefixPassCall& call) {
   core_.check_typed(kCall, "lse", call.lse, DType::kF32, {rows, c.num_heads});
   TensorView part_out, part_lse;
   const auto carve = [&](std::byte* base) {
-    Carver carver(base);
+    Carver carver(base, c.device);
     part_out = carver.take(dtype, {rows, c.num_heads, c.v_head_dim});
     part_lse = carver.take(DType::kF32, {rows, c.num_heads});
     return carver.used();
   };
-  scratch_.reserve(carve(nullptr), core_.memory());
+  core_.grow(scratch_, carve(nullptr));
   carve(scratch_.data());
   pass(call, part_out, part_lse);
 }
@@ -204,7 +203,7 @@ void DenseDelegate::dense_prefill(const DensePrefillCall& call) {
     TensorView lse, part_out, part_lse, latent, rope, k_nope, v;
   } s;
   const auto carve = [&](std::byte* base, int64_t tokens) {
-    Carver carver(base);
+    Carver carver(base, c.device);
     s.lse = call.lse.given() ? call.lse : carver.take(DType::kF32, {rows, c.num_heads});
     s.part_out = carver.take(dtype, {rows, c.num_heads, c.v_head_dim});
     s.part_lse = carver.take(DType::kF32, {rows, c.num_heads});
@@ -214,7 +213,7 @@ void DenseDelegate::dense_prefill(const DensePrefillCall& call) {
     s.v = carver.take(dtype, {tokens, c.num_heads, c.v_head_dim});
     return carver.used();
   };
-  scratch_.reserve(carve(nullptr, step.prefix_chunks().max_tokens), core_.memory());
+  core_.grow(scratch_, carve(nullptr, step.prefix_chunks().max_tokens));
   carve(scratch_.data(), 0);
   causal_pass(call, s.lse);
   for (size_t i = 0; i < chunks.size(); ++i) {

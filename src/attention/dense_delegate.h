@@ -1,5 +1,5 @@
 // Dense attention behind the backends: absorbed over every visible key, and prefill in the expanded form. `mla` is
-// this; `dsa` falls back on it where it is asked to by type. One is made for a device, or refused by name.
+// this; `dsa` falls back on it where it is asked to by type.
 #pragma once
 
 #include <memory>
@@ -13,7 +13,6 @@ namespace attention {
 
 class DenseDelegate {
  public:
-  /// Throws Error(kUnsupported) where the device of the config has none.
   explicit DenseDelegate(BackendCore& core);
 
   /// A new step has been prepared.
@@ -41,6 +40,7 @@ class DenseDelegate {
   bool slots_ready_ = false;
   std::vector<int32_t> slots_;         // of all chunks, one after the other
   std::vector<int64_t> slot_offsets_;  // [chunks]
+  DeviceArrays slot_copies_;
 };
 
 }  // namespace attention

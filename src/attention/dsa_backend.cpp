@@ -40,6 +40,7 @@ class DsaBackend final : public AttentionBackend {
   const AttentionCapabilities& capabilities() const noexcept override { return core_.capabilities(); }
   const AttentionConfig& config() const noexcept override { return core_.config(); }
   void bind(std::span<const LayerCaches> layers) override { core_.bind(layers); }
+  void set_stream(Stream stream) override { core_.set_stream(stream); }
   void set_layer_hooks(LayerHooks hooks) override { core_.set_layer_hooks(std::move(hooks)); }
   void prepare(const BatchStep& step) override {
     dense_.on_prepare();
@@ -81,7 +82,7 @@ class DsaBackend final : public AttentionBackend {
     op.q = call.q;
     op.weights = call.weights;
     op.cache = *core_.open_layer(call.layer).index;
-    op.pages = step.pages(part);
+    op.pages = core_.pages(part);
     op.rows = core_.query_rows(part);
     // The reach of the plan's table, which grows by doubling: the longest row itself would be a new shape each step.
     op.max_seq_len = std::min(op.pages.pages.shape[1] * step.page_size(), c.max_context_len);

@@ -25,6 +25,7 @@ class MlaBackend final : public AttentionBackend {
   const AttentionCapabilities& capabilities() const noexcept override { return core_.capabilities(); }
   const AttentionConfig& config() const noexcept override { return core_.config(); }
   void bind(std::span<const LayerCaches> layers) override { core_.bind(layers); }
+  void set_stream(Stream stream) override { core_.set_stream(stream); }
   void set_layer_hooks(LayerHooks hooks) override { core_.set_layer_hooks(std::move(hooks)); }
   void prepare(const BatchStep& step) override {
     dense_.on_prepare();

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "core/checked.h"
+#include "cuda/runtime.h"
 #include "gannet/attention.h"
 
 namespace gannet {
@@ -36,7 +37,7 @@ TopKSelection SelectionBuffer::view(int64_t rows, int64_t begin) const {
   const int64_t width = (int64_t{topk_} + kRowUnit - 1) / kRowUnit * kRowUnit;
   auto* base = reinterpret_cast<int32_t*>(memory_.data());
   const auto plane = [&](int64_t i) {
-    TensorView v = gannet::view(base + (i * capacity_ + begin) * width, {rows, topk_});
+    TensorView v = gannet::view(base + (i * capacity_ + begin) * width, {rows, topk_}, resource_->device());
     v.stride[0] = width;
     return v;
   };
@@ -44,7 +45,7 @@ TopKSelection SelectionBuffer::view(int64_t rows, int64_t begin) const {
   s.slots = plane(0);
   const int64_t planes = with_positions_ ? 2 : 1;
   if (with_positions_) s.positions = plane(1);
-  s.lens = gannet::view(base + planes * capacity_ * width + begin, {rows});
+  s.lens = gannet::view(base + planes * capacity_ * width + begin, {rows}, resource_->device());
   return s;
 }
 
@@ -52,27 +53,29 @@ namespace {
 
 constexpr const char* kGather = "gather_selection";
 
-void check_list(const char* name, const TensorView& v, int rank, int64_t width) {
-  if (v.dtype != DType::kI32 || v.rank != rank || v.device.kind != DeviceKind::kCpu ||
+void check_list(const char* name, const TensorView& v, int rank, int64_t width, Device device) {
+  if (v.dtype != DType::kI32 || v.rank != rank || !(v.device == device) ||
       (rank == 2 && width >= 0 && v.shape[1] != width) || (rank == 2 && v.shape[1] > 1 && v.stride[1] != 1))
-    fail_argument(kGather, "{} is {}; accepted: int32 of rank {} in host memory{}, last stride 1", name, describe(v),
-                  rank, width >= 0 ? fmt::format(", {} wide", width) : "");
+    fail_argument(kGather, "{} is {}; accepted: int32 of rank {} on {}{}, last stride 1", name, describe(v), rank,
+                  to_string(device), width >= 0 ? fmt::format(", {} wide", width) : "");
   if (v.num_elements() > 0 && v.data == nullptr) fail_argument(kGather, "{}.data is null", name);
 }
 
 }  // namespace
 
-void gather_selection(const TopKSelection& from, std::span<const int32_t> rows, const TopKSelection& to) {
-  check_list("from.slots", from.slots, 2, -1);
+void gather_selection(const TopKSelection& from, std::span<const int32_t> rows, const TopKSelection& to,
+                      Stream stream) {
+  const Device device = from.slots.device;
+  check_list("from.slots", from.slots, 2, -1, device);
   const int64_t width = from.slots.shape[1], num_from = from.slots.shape[0];
   const auto num_rows = static_cast<int64_t>(rows.size());
-  check_list("to.slots", to.slots, 2, width);
-  check_list("from.lens", from.lens, 1, -1);
-  check_list("to.lens", to.lens, 1, -1);
+  check_list("to.slots", to.slots, 2, width, device);
+  check_list("from.lens", from.lens, 1, -1, device);
+  check_list("to.lens", to.lens, 1, -1, device);
   const bool positions = to.positions.given();
   if (positions) {
-    check_list("from.positions", from.positions, 2, width);
-    check_list("to.positions", to.positions, 2, width);
+    check_list("from.positions", from.positions, 2, width, device);
+    check_list("to.positions", to.positions, 2, width, device);
   }
   const auto check_rows = [](const char* name, const TensorView& v, int64_t expected) {
     if (v.shape[0] != expected) fail_argument(kGather, "{} is {}; accepted: {} rows", name, describe(v), expected);
@@ -88,6 +91,15 @@ void gather_selection(const TopKSelection& from, std::span<const int32_t> rows, 
     if (rows[i] < -1 || rows[i] >= num_from)
       fail_argument(kGather, "rows[{}] is {}; accepted: -1 to {}", i, rows[i], num_from - 1);
 
+  if (device.kind == DeviceKind::kCuda) {
+    const auto on_device = [&](const TensorView& source, const TensorView& target, int64_t w, int32_t fill) {
+      cuda::gather_int32_rows(kGather, device.index, rows, source.ptr<const int32_t>(), source.stride[0],
+                              target.ptr<int32_t>(), target.stride[0], w, fill, stream);
+    };
+    on_device(from.slots, to.slots, width, -1);
+    if (positions) on_device(from.positions, to.positions, width, -1);
+    return on_device(from.lens, to.lens, 1, 0);
+  }
   const auto copy = [&](const TensorView& source, const TensorView& target, int64_t i, int32_t row) {
     int32_t* out = target.ptr<int32_t>(i);
     if (row < 0) std::fill(out, out + width, -1);

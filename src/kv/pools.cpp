@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "core/checked.h"
+#include "cuda/runtime.h"
 #include "gannet/kv_pool.h"
 #include "gannet/op_plan.h"
 
@@ -44,15 +45,16 @@ void check_dim(const char* function, const char* name, int32_t value, int32_t le
     fail_argument(function, "{} is {}; accepted: {} to {}", name, value, least, kMost);
 }
 
-void clear_first_page(const Buffer& memory, int64_t num_layers, const PoolSizes& s) {
-  for (int64_t i = 0; i < num_layers; ++i)
-    std::memset(memory.data() + i * s.layer_stride_bytes, 0, static_cast<size_t>(s.page_stride_bytes));
-}
-
-Device host_only(const char* function, const MemoryResource& resource) {
-  if (resource.device().kind != DeviceKind::kCpu)
-    fail(ErrorCode::kUnsupported, function, "the memory is on {}; accepted: cpu", to_string(resource.device()));
-  return resource.device();
+void clear_first_page(const char* function, const Buffer& memory, Device device, int64_t num_layers,
+                      const PoolSizes& s) {
+  for (int64_t i = 0; i < num_layers; ++i) {
+    std::byte* page = memory.data() + i * s.layer_stride_bytes;
+    const auto bytes = static_cast<size_t>(s.page_stride_bytes);
+    if (device.kind == DeviceKind::kCpu) std::memset(page, 0, bytes);
+    else cuda::clear(function, device.index, page, bytes, {});
+  }
+  // Whatever stream comes next finds the page cleared.
+  if (device.kind != DeviceKind::kCpu && num_layers > 0) cuda::wait(function, device.index, {});
 }
 
 }  // namespace
@@ -95,9 +97,9 @@ PoolSizes index_k_pool_sizes(const IndexKPoolOptions& o) {
 LatentPool::LatentPool(const LatentPoolOptions& options, MemoryResource& resource)
     : options_(options),
       sizes_(latent_pool_sizes(options)),
-      device_(host_only("LatentPool", resource)),
+      device_(resource.device()),
       memory_(static_cast<size_t>(sizes_.total_bytes), resource) {
-  clear_first_page(memory_, options_.num_layers, sizes_);
+  clear_first_page("LatentPool", memory_, device_, options_.num_layers, sizes_);
 }
 
 LatentCacheView LatentPool::layer(int32_t layer) const {
@@ -118,9 +120,9 @@ LatentCacheView LatentPool::layer(int32_t layer) const {
 IndexKPool::IndexKPool(const IndexKPoolOptions& options, MemoryResource& resource)
     : options_(options),
       sizes_(index_k_pool_sizes(options)),
-      device_(host_only("IndexKPool", resource)),
+      device_(resource.device()),
       memory_(static_cast<size_t>(sizes_.total_bytes), resource) {
-  clear_first_page(memory_, static_cast<int64_t>(options_.layers.size()), sizes_);
+  clear_first_page("IndexKPool", memory_, device_, static_cast<int64_t>(options_.layers.size()), sizes_);
 }
 
 int64_t IndexKPool::place_of(int32_t layer) const noexcept {

@@ -4,9 +4,11 @@
 
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "core/checked.h"
 #include "core/views.h"
+#include "cuda/runtime.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -68,9 +70,7 @@ Pages pages_of(const IndexCacheView& c) noexcept {
 
 template <class Cache>
 void check_one(const char* function, const char* what, size_t layer, const Cache& c) {
-  if (c.device.kind != DeviceKind::kCpu)
-    fail(ErrorCode::kUnsupported, function, "the {} cache of layer {} is on {}; accepted: cpu", what, layer,
-         to_string(c.device));
+  if (c.device.kind == DeviceKind::kCuda) cuda::require_device(function, c.device.index);
   check_cache(function, c, c.device);
   if (c.data == nullptr && c.num_pages > 0)
     fail_argument(function, "the {} cache of layer {} has no data", what, layer);
@@ -102,6 +102,30 @@ void check_all(const char* function, std::span<const LayerCaches> layers, bool s
   }
 }
 
+/// Copies between memory of the host and of devices, done when finish() returns.
+class Copier {
+ public:
+  Copier(const char* function, Stream stream) : function_(function), stream_(stream) {}
+
+  void operator()(Device device, void* to, const void* from, size_t bytes) {
+    if (device.kind == DeviceKind::kCpu) {
+      std::memcpy(to, from, bytes);
+      return;
+    }
+    cuda::copy(function_, device.index, to, from, bytes, stream_);
+    if (!pending_.empty() && pending_.back() == device.index) return;
+    pending_.push_back(device.index);
+  }
+  void finish() {
+    for (const int index : pending_) cuda::wait(function_, index, stream_);
+  }
+
+ private:
+  const char* function_;
+  Stream stream_;
+  std::vector<int> pending_;
+};
+
 template <class F>
 void for_each_cache(const LayerCaches& layer, F&& f) {
   f(layer.latent);
@@ -121,14 +145,14 @@ void check_transfer(const char* function, std::span<const LayerCaches> layers, s
                 buffer_bytes, needed, pages.size(), layers.size(), with_index);
 }
 
-/// Calls copy(page, place in the buffer, bytes) for every page in the order of the buffer.
+/// Calls copy(device, page, place in the buffer, bytes) for every page in the order of the buffer.
 template <class Byte, class F>
 void for_each_page(std::span<const LayerCaches> layers, std::span<const int32_t> pages, Byte* buffer, F&& copy) {
   for (const LayerCaches& layer : layers)
     for_each_cache(layer, [&](const auto& cache) {
       const Pages p = pages_of(cache);
       for (const int32_t page : pages) {
-        copy(p.page(page), buffer, static_cast<size_t>(p.bytes));
+        copy(cache.device, p.page(page), buffer, static_cast<size_t>(p.bytes));
         buffer += p.bytes;
       }
     });
@@ -136,28 +160,31 @@ void for_each_page(std::span<const LayerCaches> layers, std::span<const int32_t>
 
 }  // namespace
 
-void copy_pages(std::span<const LayerCaches> layers, std::span<const PageMove> moves) {
+void copy_pages(std::span<const LayerCaches> layers, std::span<const PageMove> moves, Stream stream) {
   check_all("copy_pages", layers, false, [&](auto&& check) {
     for (size_t i = 0; i < moves.size(); ++i) {
       check("moves.from", i, moves[i].from);
       check("moves.to", i, moves[i].to);
     }
   });
+  Copier copy("copy_pages", stream);
   for (const LayerCaches& layer : layers)
     for_each_cache(layer, [&](const auto& cache) {
       const Pages p = pages_of(cache);
       for (const PageMove& m : moves)
-        if (m.from != m.to) std::memcpy(p.page(m.to), p.page(m.from), static_cast<size_t>(p.bytes));
+        if (m.from != m.to) copy(cache.device, p.page(m.to), p.page(m.from), static_cast<size_t>(p.bytes));
     });
+  copy.finish();
 }
 
-void copy_slots(std::span<const LayerCaches> layers, std::span<const SlotMove> moves) {
+void copy_slots(std::span<const LayerCaches> layers, std::span<const SlotMove> moves, Stream stream) {
   check_all("copy_slots", layers, true, [&](auto&& check) {
     for (size_t i = 0; i < moves.size(); ++i) {
       check("moves.from", i, moves[i].from);
       check("moves.to", i, moves[i].to);
     }
   });
+  Copier copy("copy_slots", stream);
   for (const LayerCaches& layer : layers)
     for_each_cache(layer, [&](const auto& cache) {
       const Pages p = pages_of(cache);
@@ -168,9 +195,10 @@ void copy_slots(std::span<const LayerCaches> layers, std::span<const SlotMove> m
       for (const SlotMove& m : moves) {
         if (m.from == m.to) continue;
         for (int i = 0; i < planes.count; ++i)
-          std::memcpy(at(m.to, i), at(m.from, i), static_cast<size_t>(planes.bytes[i]));
+          copy(cache.device, at(m.to, i), at(m.from, i), static_cast<size_t>(planes.bytes[i]));
       }
     });
+  copy.finish();
 }
 
 PageLayout page_layout(const LayerCaches& layer) {
@@ -200,17 +228,24 @@ int64_t exported_bytes(std::span<const LayerCaches> layers, int64_t num_pages) {
   return checked_mul(kName, "the size of the pages", num_pages, page);
 }
 
-void export_pages(std::span<const LayerCaches> layers, std::span<const int32_t> pages, std::span<std::byte> buffer) {
+void export_pages(std::span<const LayerCaches> layers, std::span<const int32_t> pages, std::span<std::byte> buffer,
+                  Stream stream) {
   check_transfer("export_pages", layers, pages, buffer.size());
-  for_each_page(layers, pages, buffer.data(),
-                [](const std::byte* page, std::byte* place, size_t bytes) { std::memcpy(place, page, bytes); });
+  Copier copy("export_pages", stream);
+  for_each_page(
+      layers, pages, buffer.data(),
+      [&](Device device, const std::byte* page, std::byte* place, size_t bytes) { copy(device, place, page, bytes); });
+  copy.finish();
 }
 
 void import_pages(std::span<const LayerCaches> layers, std::span<const int32_t> pages,
-                  std::span<const std::byte> buffer) {
+                  std::span<const std::byte> buffer, Stream stream) {
   check_transfer("import_pages", layers, pages, buffer.size());
-  for_each_page(layers, pages, buffer.data(),
-                [](std::byte* page, const std::byte* place, size_t bytes) { std::memcpy(page, place, bytes); });
+  Copier copy("import_pages", stream);
+  for_each_page(
+      layers, pages, buffer.data(),
+      [&](Device device, std::byte* page, const std::byte* place, size_t bytes) { copy(device, page, place, bytes); });
+  copy.finish();
 }
 
 }  // namespace v0

@@ -21,6 +21,7 @@
 #include "gannet/kv_pool.h"
 #include "gannet/ops.h"
 #include "harness/odd_executor.h"
+#include "unit/device_world.h"
 
 namespace gannet_test {
 
@@ -31,8 +32,9 @@ class Tensor {
  public:
   Tensor() = default;
   Tensor(DType dtype, std::initializer_list<int64_t> shape) {
-    view = gannet::view(nullptr, dtype, shape);
-    buffer_ = Buffer(std::max<size_t>(static_cast<size_t>(view.num_elements()) * size_of(dtype), 64));
+    view = gannet::view(nullptr, dtype, shape, test_device());
+    buffer_ = Buffer(std::max<size_t>(static_cast<size_t>(view.num_elements()) * size_of(dtype), 64),
+                     memory_of(test_device()));
     std::memset(buffer_.data(), 0xff, buffer_.size());
     view.data = buffer_.data();
   }
@@ -71,24 +73,34 @@ inline testing::AssertionResult same_bits(const Tensor& a, const Tensor& b) {
   return testing::AssertionSuccess();
 }
 
-/// Host memory that is full of one byte.
+/// Memory of a device that is full of one byte.
 class FilledMemory final : public MemoryResource {
  public:
-  explicit FilledMemory(uint8_t fill) : fill_(fill) {}
+  explicit FilledMemory(uint8_t fill, Device device = {}) : base_(&memory_of(device)), fill_(fill) {}
+  Device device() const noexcept override { return base_->device(); }
   void* allocate(size_t bytes, size_t alignment) override {
-    void* p = host_memory().allocate(bytes, alignment);
+    void* p = base_->allocate(bytes, alignment);
     std::memset(p, fill_, bytes);
     ++allocations;
     return p;
   }
-  void deallocate(void* p, size_t bytes, size_t alignment) noexcept override {
-    host_memory().deallocate(p, bytes, alignment);
-  }
+  void deallocate(void* p, size_t bytes, size_t alignment) noexcept override { base_->deallocate(p, bytes, alignment); }
   int64_t allocations = 0;
 
  private:
+  MemoryResource* base_;
   uint8_t fill_;
 };
+
+/// For WorldOptions::impl: whatever is chosen on a CUDA device.
+inline constexpr const char* kAutoCuda = "cuda_auto";
+
+inline Device device_of(const std::string& impl) {
+  if (impl == kAutoCuda) return {DeviceKind::kCuda, 0};
+  for (const ImplementationSet* s : implementation_sets())
+    if (impl == s->name) return {s->device, 0};
+  return {};
+}
 
 /// A request of a step. Extends: `prefix` tokens in the cache and `rows` new ones. Decodes: seq_len = prefix + rows.
 struct Request {
@@ -99,7 +111,7 @@ struct Request {
 };
 
 struct WorldOptions {
-  std::string impl = {};
+  std::string impl = {};  ///< of a set, or kAutoCuda; its device is the world's
   AttentionArch arch = AttentionArch::kMla;
   DType dtype = DType::kF32;  ///< activations
   LatentFormat latent_format = LatentFormat::kF32;
@@ -111,6 +123,7 @@ struct WorldOptions {
   int64_t chunk_capacity = 32768;
   uint8_t fill = 0xff;  ///< NaN in fp32 and bf16; 0x7e is 1e38 in both
   uint32_t page_seed = 1;
+  bool batch_invariant = false;  ///< of what is chosen on a CUDA device
   Executor* executor = nullptr;
 };
 
@@ -120,7 +133,11 @@ class World {
   static constexpr int32_t kLayers = 2;  // layer 0 has an indexer (dsa), layer 1 shares its selection
 
   World(const WorldOptions& o, std::vector<Request> extends, std::vector<Request> decodes, int32_t q_len = 1)
-      : options(o), q_len(q_len), num_extends(static_cast<int64_t>(extends.size())), memory(o.fill) {
+      : options(o),
+        q_len(q_len),
+        num_extends(static_cast<int64_t>(extends.size())),
+        device(test_device() = device_of(o.impl)),
+        memory(o.fill, device) {
     requests = extends;
     requests.insert(requests.end(), decodes.begin(), decodes.end());
     int64_t num_pages = 1, columns = 1;
@@ -192,7 +209,9 @@ class World {
     c.page_size = options.page_size;
     c.max_context_len = 1 << 20;
     c.prefix_chunk_capacity = options.chunk_capacity;
-    c.plan = {.impl = options.impl};
+    c.plan = {.impl = options.impl == kAutoCuda ? "" : options.impl,
+              .batch_invariant = options.batch_invariant && options.impl == kAutoCuda};
+    c.device = device;
     return c;
   }
 
@@ -208,6 +227,7 @@ class World {
   std::unique_ptr<AttentionBackend> make_backend() {
     context = {.executor = options.executor};
     auto b = make_attention_backend(context, config(), {}, memory);
+    if (device.kind == DeviceKind::kCuda) b = std::make_unique<WaitingBackend>(std::move(b));
     b->bind(layers());
     return b;
   }
@@ -362,6 +382,7 @@ class World {
 
   ExpandLatent expand() const {
     return [heads = options.num_heads](const TensorView& c, const TensorView& k, const TensorView& v) {
+      wait_for_device();
       const auto copy = [&]<class T>(T) {
         for (int64_t i = 0; i < c.shape[0]; ++i)
           for (int32_t h = 0; h < heads; ++h) {
@@ -468,6 +489,7 @@ class World {
   std::vector<Request> requests;
   std::vector<RowId> rows;
   std::vector<int32_t> seq_lens, prefix_lens, extend_lens;
+  Device device;
   FilledMemory memory;
   Context context;
   std::unique_ptr<LatentPool> latent;
@@ -499,7 +521,8 @@ class World {
                          position % options.page_size;
     const float* t = token(id, position);
     for (int32_t l = 0; l < kLayers; ++l) {
-      const LatentCacheView c = latent->layer(l);
+      LatentCacheView c = latent->layer(l);
+      c.device = {};  // by hand, and by the CPU
       if (c.format != LatentFormat::kF32 && c.format != LatentFormat::kBf16) {
         const auto slot32 = static_cast<int32_t>(slot);
         run_once(Context{}, LatentWrite{.latent = gannet::view(t, {1, kR}),
@@ -527,11 +550,17 @@ class World {
   mutable std::map<int32_t, std::vector<float>> tokens_;
 };
 
-/// Names of the implementation sets that run here, "ref" included.
+/// Names of the implementation sets that run here and offer everything, "ref" included; on a CUDA device also what is
+/// chosen there.
 inline std::vector<std::string> running_implementations() {
   std::vector<std::string> names;
-  for (const ImplementationSet* s : implementation_sets())
-    if (s->compiled && s->runs_here()) names.emplace_back(s->name);
+  for (const ImplementationSet* s : implementation_sets()) {
+    const bool whole =
+        s->mla_decode.run != nullptr && s->ragged_prefill.run != nullptr && s->index_select.run != nullptr;
+    if (!s->compiled || !s->runs_here() || !whole) continue;
+    if (s->device == DeviceKind::kCuda && (names.empty() || names.back() != kAutoCuda)) names.emplace_back(kAutoCuda);
+    names.emplace_back(s->name);
+  }
   return names;
 }
 

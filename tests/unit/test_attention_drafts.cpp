@@ -66,7 +66,7 @@ TEST_P(EveryDraft, LayersReuseTheSelectionOfTheirSource) {
   ASSERT_EQ(sources, (std::vector<int32_t>{0, 0}));
   World w = verify_world(options(50));
   w.backend->prepare(w.step());
-  SelectionBuffer buffer(50, true);
+  SelectionBuffer buffer(50, true, memory_of(test_device()));
   TopKSelection s;
   const Tensor q = w.q_absorbed();
   std::vector<Tensor> outs;
@@ -85,7 +85,7 @@ TEST_P(EveryDraft, LayersReuseTheSelectionOfTheirSource) {
 TEST_P(EveryDraft, LaterStepsReuseTheNarrowedSelection) {
   World w = verify_world(options(50));
   w.backend->prepare(w.step());
-  SelectionBuffer buffer(50, true), narrow_buffer(50, true);
+  SelectionBuffer buffer(50, true, memory_of(test_device())), narrow_buffer(50, true, memory_of(test_device()));
   const TopKSelection all = select(w, buffer);
   const Tensor q = w.q_absorbed(), out = attend(w, 0, q, AlreadyWritten{}, all);
   const std::vector<int32_t> accepted{2, 99};
@@ -97,6 +97,7 @@ TEST_P(EveryDraft, LaterStepsReuseTheNarrowedSelection) {
   narrow_buffer.reserve(4);
   const TopKSelection narrow = narrow_buffer.view(4);
   gather_selection(all, rows, narrow);
+  wait_for_device();
   for (int64_t i = 0; i < 4; ++i) {
     const int32_t row = rows[static_cast<size_t>(i)];
     for (int32_t c = 0; c < 50; ++c) {

@@ -103,14 +103,11 @@ TEST(AttentionConfig, NamesWhatIsWrong) {
   EXPECT_TRUE(has(config_error(mla, [](C& c) { c.max_context_len = 0; }), "max_context_len is 0"));
   EXPECT_TRUE(has(config_error(mla, [](C& c) { c.prefix_chunk_capacity = 0; }), "prefix_chunk_capacity is 0"));
   EXPECT_TRUE(has(config_error(mla, [](C& c) { c.plan.impl = "sse9"; }), "impl is \"sse9\"; accepted: "));
-  // A device without dense attention, by name.
-  EXPECT_TRUE(has(config_error(
-                      dsa(),
-                      [](C& c) {
-                        c.device = {DeviceKind::kCuda, 1};
-                      },
-                      kUnsupported),
-                  "there is no dense attention on cuda:1; accepted: cpu"));
+  EXPECT_TRUE(has(config_error(dsa(),
+                               [](C& c) {
+                                 c.device = {DeviceKind::kCuda, 1};
+                               }),
+                  "the memory resource is on cpu; accepted: memory of cuda:1, the device of the config"));
 }
 
 TEST(AttentionBind, NamesWhatIsWrong) {

@@ -41,10 +41,10 @@ void copy_numbers(const World& narrow, World& wide) {
   for (int64_t i = 0; i < n; ++i) slots[static_cast<size_t>(i)] = static_cast<int32_t>(i);
   const Tensor c(DType::kF32, {n, World::kR}), r(DType::kF32, {n, World::kP});
   for (int32_t l = 0; l < World::kLayers; ++l) {
-    run_once(Context{}, LatentGather{.slots = gannet::view(slots.data(), {n}),
-                                     .cache = narrow.latent->layer(l),
-                                     .latent = c.view,
-                                     .rope = r.view});
+    LatentGather op{
+        .slots = gannet::view(slots.data(), {n}), .cache = narrow.latent->layer(l), .latent = c.view, .rope = r.view};
+    op.cache.device = op.latent.device = op.rope.device = {};  // by the CPU
+    run_once(Context{}, op);
     const LatentCacheView to = wide.latent->layer(l);
     for (int64_t i = 0; i < n; ++i) {
       auto* row = reinterpret_cast<float*>(to.row(i, latent_row_bytes(to.format, to.geometry)));
@@ -122,7 +122,7 @@ TEST_P(EveryNarrowFormat, AStepOverNarrowRowsIsOneOverTheirNumbers) {
                                .out = prefill.back().view,
                                .lse = {}});
     if (c.arch == AttentionArch::kMla) continue;
-    SelectionBuffer buffer(o.topk, false);
+    SelectionBuffer buffer(o.topk, false, memory_of(test_device()));
     buffer.reserve(w->num_rows());
     const TopKSelection s = buffer.view(w->num_rows());
     const Tensor iq = w->index_q(), weights = w->index_weights();

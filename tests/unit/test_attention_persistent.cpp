@@ -73,7 +73,7 @@ Outputs run_layers(World& w) {
                        .lse = o.lse.view});
     return o;
   }
-  SelectionBuffer buffer(w.options.topk, false);
+  SelectionBuffer buffer(w.options.topk, false, w.memory);
   buffer.reserve(w.num_rows());
   const TopKSelection s = buffer.view(w.num_rows());
   const World::Kv kv0 = w.kv(0), kv1 = w.kv(1);
@@ -182,7 +182,7 @@ TEST_P(EveryPersistent, ARefreshAllocatesNothing) {
     set_rows(w, {}, 2, static_cast<size_t>(n));
     (void)run_layers(w);
   }
-  SelectionBuffer buffer(w.options.topk, false);
+  SelectionBuffer buffer(w.options.topk, false, w.memory);
   buffer.reserve(8);
   const TopKSelection s = buffer.view(8);
   for (const Batch& b : kBatches) {

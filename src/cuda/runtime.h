@@ -1,0 +1,58 @@
+// What the host side asks of CUDA, without its headers: src/cuda/common/runtime.cpp, or src/cuda/no_cuda.cpp, where
+// everything throws.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "gannet/device.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace cuda {
+
+/// Throws unless there is such a device.
+void require_device(const char* function, int index);
+
+/// In the order of the stream; between the host and that device in any direction.
+void copy(const char* function, int index, void* to, const void* from, size_t bytes, Stream stream);
+/// `rows` rows of row_bytes; pitches count bytes.
+void copy_rows(const char* function, int index, void* to, size_t to_pitch, const void* from, size_t from_pitch,
+               size_t row_bytes, size_t rows, Stream stream);
+void clear(const char* function, int index, void* to, size_t bytes, Stream stream);
+void wait(const char* function, int index, Stream stream);
+/// Throws Error(kInvalidArgument) while the stream is being captured into a graph: what follows is not for a graph.
+void refuse_capture(const char* function, int index, Stream stream);
+
+/// Row i of `to` (to_stride apart) becomes row rows[i] of `from`, -1: all `fill`. int32; `rows` lies on the host and is
+/// done with when this returns.
+void gather_int32_rows(const char* function, int index, std::span<const int32_t> rows, const int32_t* from,
+                       int64_t from_stride, int32_t* to, int64_t to_stride, int64_t width, int32_t fill, Stream stream);
+
+/// Pinned host memory through which arrays go to a device while the host fills the next ones. kDepth uploads can be
+/// under way; only a host that is further ahead waits.
+class Staging {
+ public:
+  explicit Staging(int index);
+  ~Staging();
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
+
+  /// Memory to fill, valid until done(); grows by allocation only.
+  std::byte* begin(const char* function, size_t bytes);
+  /// All copies out of the memory have been enqueued.
+  void done(const char* function, Stream stream);
+
+ private:
+  static constexpr int kDepth = 4;
+  struct Slot;
+  int index_;
+  int next_ = 0;
+  std::unique_ptr<Slot[]> slots_;
+};
+
+}  // namespace cuda
+}  // namespace v0
+}  // namespace gannet

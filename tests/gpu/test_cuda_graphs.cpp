@@ -1,0 +1,445 @@
+// Decode steps captured once in a CUDA graph and replayed for other lengths, tables and paddings, against the same
+// steps run eagerly; and what else only exists on a device. Skipped, with the reason, where there is none.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "gannet/attention.h"
+#include "gannet/cuda.h"
+#include "gannet/kv_pool.h"
+#include "gannet/kv_transfer.h"
+#include "gannet/ops.h"
+
+namespace gannet_test {
+namespace {
+
+using namespace gannet;
+
+constexpr Device kDevice{DeviceKind::kCuda, 0};
+constexpr int32_t kR = 512, kP = 64, kDi = 128, kHi = 32, kPage = 64, kTopk = 96, kLayers = 2;
+constexpr int32_t kMaxLen = 640, kColumns = kMaxLen / kPage, kNumPages = 96;
+
+class CudaTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    std::string why;
+    if (cuda_device_count(&why) == 0) GTEST_SKIP() << "no CUDA device: " << why;
+    ASSERT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
+  }
+  void TearDown() override {
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+  }
+  Stream stream() const { return {stream_}; }
+  void wait() const { ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess); }
+
+  cudaStream_t stream_ = nullptr;
+};
+
+/// Device memory with a tensor in it.
+class DeviceTensor {
+ public:
+  DeviceTensor() = default;
+  DeviceTensor(DType dtype, std::initializer_list<int64_t> shape) {
+    view = gannet::view(nullptr, dtype, shape, kDevice);
+    memory_ = Buffer(bytes(), cuda_memory());
+    view.data = memory_.data();
+  }
+  size_t bytes() const { return static_cast<size_t>(view.num_elements()) * size_of(view.dtype); }
+  TensorView rows(int64_t n) const {
+    TensorView v = view;
+    v.shape[0] = n;
+    return v;
+  }
+  std::vector<std::byte> read(Stream s) const {
+    std::vector<std::byte> host(bytes());
+    cuda_copy(host.data(), view.data, host.size(), kDevice, s);
+    cuda_wait(kDevice, s);
+    return host;
+  }
+  void poison(Stream s) const { cudaMemsetAsync(view.data, 0xff, bytes(), static_cast<cudaStream_t>(s.handle)); }
+
+  TensorView view;
+
+ private:
+  Buffer memory_;
+};
+
+using Random = std::mt19937;
+
+uint16_t random_bf16(Random& r) {  // about uniform in [-1, 1)
+  const float x = static_cast<float>(static_cast<int>(r() % 4096) - 2048) / 2048.0f;
+  return Bf16::from_float(x).bits;
+}
+
+void fill_bf16(const DeviceTensor& t, Random& r, Stream s) {
+  std::vector<uint16_t> host(static_cast<size_t>(t.view.num_elements()));
+  for (uint16_t& x : host) x = random_bf16(r);
+  cuda_copy(t.view.data, host.data(), t.bytes(), kDevice, s);
+  cuda_wait(kDevice, s);
+}
+void fill_f32(const DeviceTensor& t, Random& r, Stream s) {
+  std::vector<float> host(static_cast<size_t>(t.view.num_elements()));
+  for (float& x : host) x = static_cast<float>(static_cast<int>(r() % 4096) - 2048) / 2048.0f;
+  cuda_copy(t.view.data, host.data(), t.bytes(), kDevice, s);
+  cuda_wait(kDevice, s);
+}
+
+/// Device memory that counts.
+class CountingMemory final : public MemoryResource {
+ public:
+  Device device() const noexcept override { return kDevice; }
+  void* allocate(size_t bytes, size_t alignment) override {
+    ++allocations;
+    return cuda_memory().allocate(bytes, alignment);
+  }
+  void deallocate(void* p, size_t bytes, size_t alignment) noexcept override {
+    cuda_memory().deallocate(p, bytes, alignment);
+  }
+  int64_t allocations = 0;
+};
+
+/// Pools full of finite rows, and the tensors of a step at fixed addresses.
+struct Engine {
+  Engine(AttentionArch arch, int32_t heads, int32_t most_rows, uint32_t seed, Stream s)
+      : arch(arch),
+        latent({.num_layers = kLayers, .geometry = {kR, kP}, .num_pages = kNumPages, .page_size = kPage},
+               cuda_memory()),
+        index({.layers = {0}, .head_dim = kDi, .num_pages = kNumPages, .page_size = kPage}, cuda_memory()),
+        heads(heads),
+        selection(kTopk, true, cuda_memory()),
+        random(seed) {
+    q = DeviceTensor(DType::kBf16, {most_rows, heads, kR + kP});
+    c = DeviceTensor(DType::kBf16, {most_rows, kR});
+    rope = DeviceTensor(DType::kBf16, {most_rows, kP});
+    k = DeviceTensor(DType::kBf16, {most_rows, kDi});
+    iq = DeviceTensor(DType::kBf16, {most_rows, kHi, kDi});
+    w = DeviceTensor(DType::kF32, {most_rows, kHi});
+    selection.reserve(most_rows);
+    // Every slot is written once, through the operations themselves.
+    const int64_t slots = int64_t{kNumPages} * kPage;
+    DeviceTensor all_c(DType::kBf16, {slots, kR}), all_rope(DType::kBf16, {slots, kP}),
+        all_k(DType::kBf16, {slots, kDi}), ids(DType::kI32, {slots});
+    fill_bf16(all_c, random, s);
+    fill_bf16(all_rope, random, s);
+    fill_bf16(all_k, random, s);
+    std::vector<int32_t> host(static_cast<size_t>(slots));
+    for (size_t i = 0; i < host.size(); ++i) host[i] = static_cast<int32_t>(i);
+    cuda_copy(ids.view.data, host.data(), ids.bytes(), kDevice, s);
+    const Context context;
+    for (int32_t l = 0; l < kLayers; ++l) {
+      const LatentWrite op{.latent = all_c.view, .rope = all_rope.view, .slots = ids.view, .cache = latent.layer(l)};
+      OpPlan<LatentWrite>(context, op).run(op, {}, s);
+    }
+    const IndexKWrite op{.k = all_k.view, .slots = ids.view, .cache = index.layer(0)};
+    OpPlan<IndexKWrite>(context, op).run(op, {}, s);
+    cuda_wait(kDevice, s);
+  }
+
+  AttentionConfig config(bool batch_invariant) const {
+    AttentionConfig a;
+    a.arch = arch;
+    a.num_heads = heads;
+    a.geometry = {kR, kP};
+    a.qk_nope_head_dim = a.v_head_dim = 128;
+    a.q_lora_rank = 192;
+    a.softmax_scale = 0.2f;
+    a.indexer = {.num_heads = kHi, .head_dim = kDi, .topk = kTopk};
+    a.page_size = kPage;
+    a.max_context_len = kMaxLen;
+    a.plan.batch_invariant = batch_invariant;
+    a.device = kDevice;
+    return a;
+  }
+  std::unique_ptr<AttentionBackend> backend(bool batch_invariant, Stream s) {
+    auto b = make_attention_backend(context, config(batch_invariant), {}, memory);
+    b->set_stream(s);
+    b->bind(layer_caches(latent, arch == AttentionArch::kDsa ? &index : nullptr));
+    return b;
+  }
+  void fresh_inputs(Stream s) {
+    for (const DeviceTensor* t : {&q, &c, &rope, &k, &iq}) fill_bf16(*t, random, s);
+    fill_f32(w, random, s);
+  }
+  /// The layers of a step of that many rows.
+  void run(AttentionBackend& b, int64_t rows, const DeviceTensor& out, const DeviceTensor& lse) const {
+    const KvRows kv{.latent = c.rows(rows), .rope = rope.rows(rows)};
+    KvRows kv0 = kv;
+    kv0.index_k = k.rows(rows);
+    if (arch == AttentionArch::kMla) {
+      for (int32_t l = 0; l < kLayers; ++l)
+        b.attend({.layer = l,
+                  .q = q.rows(rows),
+                  .write = kv,
+                  .selection = AttendAll{},
+                  .out = out.rows(rows),
+                  .lse = lse.rows(rows)});
+      return;
+    }
+    const TopKSelection s = selection.view(rows);
+    b.select({.layer = 0, .q = iq.rows(rows), .weights = w.rows(rows), .write = kv0, .out = s});
+    for (int32_t l = 0; l < kLayers; ++l) {
+      const StepWrite write = l == 0 ? StepWrite(AlreadyWritten{}) : StepWrite(kv);
+      b.attend({.layer = l,
+                .q = q.rows(rows),
+                .write = write,
+                .selection = s,
+                .out = out.rows(rows),
+                .lse = lse.rows(rows)});
+    }
+  }
+
+  AttentionArch arch;
+  Context context{};
+  CountingMemory memory;
+  LatentPool latent;
+  IndexKPool index;
+  int32_t heads;
+  SelectionBuffer selection;
+  Random random;
+  DeviceTensor q, c, rope, k, iq, w;
+};
+
+class Graph {
+ public:
+  template <class F>
+  Graph(cudaStream_t stream, F&& work) {
+    cudaGraph_t graph = nullptr;
+    EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+    work();
+    EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    EXPECT_EQ(cudaGraphInstantiate(&exec_, graph, 0), cudaSuccess);
+    cudaGraphDestroy(graph);
+  }
+  ~Graph() { cudaGraphExecDestroy(exec_); }
+  Graph(const Graph&) = delete;
+  void launch(cudaStream_t stream) const { ASSERT_EQ(cudaGraphLaunch(exec_, stream), cudaSuccess); }
+
+ private:
+  cudaGraphExec_t exec_ = nullptr;
+};
+
+struct Shape {
+  AttentionArch arch;
+  int32_t q_len;
+  int32_t heads;
+  bool invariant;
+};
+void PrintTo(const Shape& s, std::ostream* os) {
+  *os << to_string(s.arch) << " q_len " << s.q_len << " heads " << s.heads << (s.invariant ? " invariant" : "");
+}
+
+class CudaGraphs : public CudaTest, public testing::WithParamInterface<Shape> {};
+INSTANTIATE_TEST_SUITE_P(
+    Attention, CudaGraphs,
+    testing::Values(Shape{AttentionArch::kMla, 1, 16, false}, Shape{AttentionArch::kMla, 3, 128, false},
+                    Shape{AttentionArch::kMla, 2, 5, true}, Shape{AttentionArch::kDsa, 1, 64, false},
+                    Shape{AttentionArch::kDsa, 4, 16, false}, Shape{AttentionArch::kDsa, 2, 8, true}));
+
+/// A batch of up to `most` requests, all different from the one before: growing, shrinking, with padding.
+struct Batch {
+  Batch(Random& r, int32_t most, int32_t q_len) : table(most, kColumns) {
+    std::vector<int32_t> pages;
+    for (int32_t p = 1; p < kNumPages; ++p) pages.push_back(p);
+    std::shuffle(pages.begin(), pages.end(), r);
+    const auto n = static_cast<int32_t>(r() % static_cast<uint32_t>(most)) + 1;
+    size_t next = 0;
+    for (int32_t i = 0; i < n; ++i) {
+      const bool padding = r() % 8 == 0;
+      const int32_t len = padding ? 0 : q_len + static_cast<int32_t>(r() % static_cast<uint32_t>(kMaxLen - q_len - 1));
+      seq_lens.push_back(len);
+      const auto cells = static_cast<size_t>(pages_for(len + 1, kPage));
+      table.set_row(i, std::span(pages).subspan(next, cells));
+      next += cells;
+    }
+  }
+  BatchStep step(int32_t q_len) const {
+    return {.seq_lens = seq_lens, .prefix_lens = {}, .extend_lens = {}, .q_len = q_len, .pages = table.view()};
+  }
+  std::vector<int32_t> seq_lens;
+  PageTable table;
+};
+
+TEST_P(CudaGraphs, ReplayEqualsEagerOverRandomSteps) {
+  const Shape shape = GetParam();
+  constexpr int32_t kMost = 8;  // requests; 8 of 640 tokens fit the pool
+  const int32_t q_len = shape.q_len;
+  const int64_t rows = int64_t{kMost} * q_len;
+  Engine e(shape.arch, shape.heads, static_cast<int32_t>(rows), 7, stream());
+  const auto captured = e.backend(shape.invariant, stream()), eager = e.backend(shape.invariant, stream());
+  DeviceTensor out(DType::kBf16, {rows, e.heads, kR}), lse(DType::kF32, {rows, e.heads}),
+      out_e(DType::kBf16, {rows, e.heads, kR}), lse_e(DType::kF32, {rows, e.heads});
+  // The step and, where it has several rows, the draft that goes on from it.
+  captured->capture({.num_requests = kMost, .q_len = q_len});
+  e.run(*captured, rows, out, lse);  // plans and workspace
+  wait();
+  const Graph step(stream_, [&] { e.run(*captured, rows, out, lse); });
+  if (q_len > 1) {
+    captured->capture({.num_requests = kMost, .q_len = 1});
+    e.run(*captured, kMost, out, lse);
+  } else {
+    captured->refresh({}, kMost);
+    captured->advance({.steps = 1});
+  }
+  wait();
+  const Graph draft(stream_, [&] { e.run(*captured, kMost, out, lse); });
+  wait();
+  std::string names;
+  for (const auto& [op, impl] : captured->implementations()) names += op + " " + impl + ", ";
+  std::printf("implementations: %s\n", names.c_str());
+
+  const auto compare = [&](int64_t live_rows, const char* what, int i) {
+    const auto a = out.read(stream()), b = out_e.read(stream()), x = lse.read(stream()), y = lse_e.read(stream());
+    const auto n = static_cast<size_t>(live_rows * e.heads);
+    ASSERT_EQ(std::memcmp(a.data(), b.data(), n * kR * 2), 0) << what << " of step " << i;
+    ASSERT_EQ(std::memcmp(x.data(), y.data(), n * 4), 0) << what << " of step " << i;
+  };
+  int64_t allocated = 0;
+  constexpr int kSteps = 200;  // of each of the six shapes: 1,200 steps, and half as many drafts
+  Random random(11);
+  for (int i = 0; i < kSteps; ++i) {
+    const Batch batch(random, kMost, q_len);
+    e.fresh_inputs(stream());
+    for (const DeviceTensor* t : {&out, &lse, &out_e, &lse_e}) t->poison(stream());
+    captured->refresh(batch.step(q_len), kMost);
+    step.launch(stream_);
+    // Where bits may depend on the batch the eager step has the same padding; else only the requests themselves.
+    std::vector<int32_t> padded = batch.seq_lens;
+    if (!shape.invariant) padded.resize(kMost, 0);
+    BatchStep same = batch.step(q_len);
+    same.seq_lens = padded;
+    const auto n = static_cast<int64_t>(padded.size());
+    eager->prepare(same);
+    e.run(*eager, n * q_len, out_e, lse_e);
+    compare(n * q_len, "the step", i);
+    if (HasFatalFailure()) return;
+    if (random() % 2 == 0) {
+      for (const DeviceTensor* t : {&out, &lse, &out_e, &lse_e}) t->poison(stream());
+      captured->advance({.steps = 1, .pages = batch.table.view()});
+      draft.launch(stream_);
+      eager->advance({.steps = 1, .pages = batch.table.view()});
+      e.run(*eager, n, out_e, lse_e);
+      compare(n, "the draft", i);
+      if (HasFatalFailure()) return;
+    }
+    if (i == kSteps / 2) allocated = e.memory.allocations;  // every shape of the eager steps has come by then
+  }
+  EXPECT_EQ(e.memory.allocations, allocated);
+}
+
+TEST_P(CudaGraphs, TwentyLaunchesAreTheSameBits) {
+  const Shape shape = GetParam();
+  constexpr int32_t kMost = 6;
+  const int64_t rows = int64_t{kMost} * shape.q_len;
+  Engine e(shape.arch, shape.heads, static_cast<int32_t>(rows), 3, stream());
+  const auto b = e.backend(shape.invariant, stream());
+  DeviceTensor out(DType::kBf16, {rows, e.heads, kR}), lse(DType::kF32, {rows, e.heads});
+  Random random(5);
+  const Batch batch(random, kMost, shape.q_len);
+  const auto n = static_cast<int64_t>(batch.seq_lens.size()) * shape.q_len;
+  b->prepare(batch.step(shape.q_len));
+  // Another stream keeps the device busy with steps of its own, on pools of its own.
+  cudaStream_t other = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), cudaSuccess);
+  {
+    Engine e2(shape.arch, shape.heads, static_cast<int32_t>(rows), 4, {other});
+    const auto b2 = e2.backend(shape.invariant, {other});
+    DeviceTensor out2(DType::kBf16, {rows, e.heads, kR}), lse2(DType::kF32, {rows, e.heads});
+    b2->prepare(batch.step(shape.q_len));
+    std::vector<std::byte> first;
+    e.fresh_inputs(stream());
+    for (int i = 0; i < 20; ++i) {
+      for (int j = 0; j < 5; ++j) e2.run(*b2, n, out2, lse2);
+      out.poison(stream());
+      e.run(*b, n, out, lse);
+      const auto bytes = out.read(stream());
+      if (i == 0) first = bytes;
+      ASSERT_EQ(first, bytes) << "launch " << i;
+    }
+    cudaStreamSynchronize(other);
+  }
+  cudaStreamDestroy(other);
+}
+
+using CudaBackends = CudaTest;
+
+TEST_F(CudaBackends, PlansAreNotForAGraph) {
+  Engine e(AttentionArch::kMla, 16, 4, 1, stream());
+  const auto b = e.backend(false, stream());
+  const std::vector<int32_t> lens{5, 6};
+  PageTable table(2, kColumns);
+  table.set_row(0, std::vector<int32_t>{1});
+  table.set_row(1, std::vector<int32_t>{2});
+  const BatchStep step{.seq_lens = lens, .prefix_lens = {}, .extend_lens = {}, .q_len = 1, .pages = table.view()};
+  std::string text;
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  try {
+    b->prepare(step);
+  } catch (const Error& error) {
+    text = error.what();
+  }
+  ASSERT_EQ(cudaStreamEndCapture(stream_, &graph), cudaSuccess);
+  cudaGraphDestroy(graph);
+  EXPECT_NE(text.find("the stream is being captured into a graph"), std::string::npos) << text;
+  b->prepare(step);  // and goes on
+  DeviceTensor out(DType::kBf16, {4, 16, kR}), lse(DType::kF32, {4, 16});
+  e.run(*b, 2, out, lse);
+  wait();
+}
+
+TEST_F(CudaBackends, ACounterFollowsTheStream) {
+  StreamCounter counter;
+  EXPECT_EQ(counter.value(), 0u);
+  Engine e(AttentionArch::kMla, 16, 64, 1, stream());
+  const auto b = e.backend(false, stream());
+  b->set_layer_hooks({.record = [&](int32_t, LayerRecord) { counter.signal(stream()); }, .wait = {}});
+  const std::vector<int32_t> lens{40}, prefix{0}, extend{40};
+  PageTable table(1, kColumns);
+  table.set_row(0, std::vector<int32_t>{1});
+  b->prepare({.seq_lens = lens, .prefix_lens = prefix, .extend_lens = extend, .q_len = 1, .pages = table.view()});
+  DeviceTensor out(DType::kBf16, {40, 16, kR}), lse(DType::kF32, {40, 16});
+  e.run(*b, 40, out, lse);
+  wait();
+  EXPECT_EQ(counter.value(), uint64_t{kLayers});
+}
+
+TEST_F(CudaBackends, PagesTravelThroughTheHost) {
+  Engine from(AttentionArch::kDsa, 16, 4, 1, stream()), to(AttentionArch::kDsa, 16, 4, 2, stream());
+  const auto a = layer_caches(from.latent, &from.index), b = layer_caches(to.latent, &to.index);
+  const std::vector<int32_t> there{3, 9, 4}, here{1, 2, 90};
+  std::vector<std::byte> shipped(static_cast<size_t>(exported_bytes(a, 3))), back(shipped.size()),
+      before(shipped.size());
+  export_pages(b, here, before, stream());
+  export_pages(a, there, shipped, stream());
+  ASSERT_NE(shipped, before);
+  import_pages(b, here, shipped, stream());
+  export_pages(b, here, back, stream());
+  EXPECT_EQ(shipped, back);
+  copy_pages(b, std::vector<PageMove>{{1, 7}, {2, 8}, {90, 9}}, stream());
+  export_pages(b, std::vector<int32_t>{7, 8, 9}, back, stream());
+  EXPECT_EQ(shipped, back);
+  std::vector<SlotMove> moves;
+  for (int32_t i = 0; i < kPage; ++i) moves.push_back({7 * kPage + i, 11 * kPage + (i + 5) % kPage});
+  for (int32_t i = 0; i < kPage; ++i) moves.push_back({11 * kPage + (i + 5) % kPage, 12 * kPage + i});
+  copy_slots(b, moves, stream());
+  export_pages(b, std::vector<int32_t>{12, 8, 9}, back, stream());
+  EXPECT_EQ(shipped, back);
+}
+
+TEST_F(CudaBackends, MemoryThatIsNotThereIsRefused) {
+  try {
+    (void)cuda_memory().allocate(size_t{1} << 50, 256);
+    FAIL() << "a pebibyte was had";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.code(), ErrorCode::kOutOfMemory);
+    EXPECT_NE(std::string(e.what()).find("bytes cannot be had on cuda:0"), std::string::npos) << e.what();
+  }
+  EXPECT_THROW((void)cuda_memory(99), Error);
+}
+
+}  // namespace
+}  // namespace gannet_test
