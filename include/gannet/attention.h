@@ -195,6 +195,14 @@ struct DraftAdvance {
   PageTableView pages = {};  ///< needed where a length reaches beyond the pages of that step
 };
 
+/// Arrays of the current step where the operations read them: in host memory on the CPU, else copies on the device,
+/// for an engine's own kernels. Those of a captured batch keep their places. int32, [rows of the step].
+struct StepTensors {
+  TensorView positions;    ///< padding 0: for RoPE
+  TensorView write_slots;  ///< padding -1
+  TensorView row_lens;     ///< keys that a row sees
+};
+
 // ---- layer hooks --------------------------------------------------------------------------------------------------
 
 /// What became of a layer's rows in a prefill step.
@@ -250,6 +258,8 @@ class GANNET_API AttentionBackend {
   virtual void prepare(const BatchStep& step) = 0;
   /// The plan of the current step. Throws before prepare.
   virtual const StepPlan& step() const = 0;
+  /// Arrays of the current step on the device of the config. Throws before prepare.
+  virtual StepTensors step_tensors() const = 0;
 
   /// Makes the persistent plan of a batch of decode requests (CaptureShape, StepPlan::capture), one for each
   /// (num_requests, q_len), and makes the batch, all padding, the current step: run the layers once, and every

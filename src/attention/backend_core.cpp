@@ -376,6 +376,16 @@ StepRows BackendCore::effective(const char* call, StepRows part) const {
   return StepRows::kAll;
 }
 
+StepTensors BackendCore::step_tensors() const {
+  const StepPlan& plan = step("step_tensors");
+  const auto array = [&](std::span<const int32_t> a) {
+    return on_device(view(a.data(), {static_cast<int64_t>(a.size())}));
+  };
+  return {.positions = array(plan.positions()),
+          .write_slots = array(plan.write_slots()),
+          .row_lens = array(plan.row_lens())};
+}
+
 QueryRows BackendCore::query_rows(StepRows part) const {
   QueryRows rows;
   rows.seq_lens = on_device(current_->seq_lens_view(part));

@@ -69,6 +69,7 @@ class BackendCore {
   // The arrays of the current plan where the operations read them.
   QueryRows query_rows(StepRows part) const;
   PageTableView pages(StepRows part) const { return arrays_->on_device(current_->pages(part)); }
+  StepTensors step_tensors() const;
   TensorView on_device(const TensorView& array) const { return arrays_->on_device(array); }
 
   /// Throws unless the view has that shape and is fp32 or bf16.

@@ -59,6 +59,7 @@ class DsaBackend final : public AttentionBackend {
     core_.advance(advance);
   }
   const StepPlan& step() const override { return core_.step("step"); }
+  StepTensors step_tensors() const override { return core_.step_tensors(); }
   void write(int32_t layer, StepRows rows, const KvRows& kv) override { core_.write("write", layer, rows, kv); }
 
   void select(const SelectCall& call) override {

@@ -64,6 +64,7 @@ class WaitingBackend final : public AttentionBackend {
   void set_layer_hooks(LayerHooks hooks) override { b_->set_layer_hooks(std::move(hooks)); }
   void prepare(const BatchStep& step) override { b_->prepare(step); }
   const StepPlan& step() const override { return b_->step(); }
+  StepTensors step_tensors() const override { return b_->step_tensors(); }
   void capture(const CaptureShape& shape) override { b_->capture(shape); }
   void refresh(const BatchStep& step, int32_t num_requests) override { b_->refresh(step, num_requests); }
   void advance(const DraftAdvance& advance) override { b_->advance(advance); }
