@@ -555,10 +555,10 @@ class World {
 inline std::vector<std::string> running_implementations() {
   std::vector<std::string> names;
   for (const ImplementationSet* s : implementation_sets()) {
-    const bool whole =
-        s->mla_decode.run != nullptr && s->ragged_prefill.run != nullptr && s->index_select.run != nullptr;
-    if (!s->compiled || !s->runs_here() || !whole) continue;
-    if (s->device == DeviceKind::kCuda && (names.empty() || names.back() != kAutoCuda)) names.emplace_back(kAutoCuda);
+    if (!s->compiled || !s->runs_here()) continue;
+    if (s->device == DeviceKind::kCuda && std::find(names.begin(), names.end(), kAutoCuda) == names.end())
+      names.emplace_back(kAutoCuda);
+    if (s->rope.run == nullptr) continue;  // the faster sets of a GPU leave what only moves bytes to others
     names.emplace_back(s->name);
   }
   return names;
