@@ -2,6 +2,7 @@
 #include "cuda/generic/set.h"
 #include "core/format.h"
 #include "cuda/common/check.h"
+#include "cuda/common/index_select.h"
 
 namespace gannet {
 inline namespace v0 {

@@ -12,8 +12,6 @@ namespace generic {
 GANNET_FOR_EACH_OP(GANNET_DECLARE)
 #undef GANNET_DECLARE
 
-size_t workspace_index_select(const IndexSelect& p, int num_workers);
-
 }  // namespace generic
 }  // namespace cuda
 }  // namespace v0
