@@ -1,5 +1,10 @@
-// Cache writes and gathers, RoPE and the merge of partial results. All move bytes; a block serves one row.
+// Cache writes and gathers. All move bytes: a warp serves a latent row of 576 values, half a warp an index key of 128,
+// eight values (16 bytes of bf16) an access, so that a warp asks for up to 1.5 KB before the first answer. A
+// multiprocessor holds 64 warps; 65,536 rows of bf16 read and written are 151 MB, 36 us at a copy's 4.2 TB/s.
+//
+// Divisions by a scale are rounded once, as the contract says (gannet/ops.h); by a power of two they are products.
 #include "cuda/common/check.h"
+#include "cuda/common/vectors.cuh"
 #include "cuda/common/views.cuh"
 #include "cuda/generic/set.h"
 
@@ -10,36 +15,32 @@ namespace generic {
 
 namespace {
 
-constexpr int kThreads = 128;  // 4 warps: a latent row of 576 values is 4.5 values a thread
+constexpr int kThreads = 256;
+constexpr int kLatentLanes = 32, kIndexLanes = 16;  // threads of a row
+constexpr int kGroup = 128;                         // latent values of a scale of a packed row
+constexpr float kLargest = 448.0f;                  // of e4m3
+constexpr uint32_t kAll = 0xffffffffu;
 
 /// Slots given as int32 or int64.
 struct Slots {
   const void* data;
   bool wide;
+  int64_t count;
   __device__ int64_t operator[](int64_t i) const {
     return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
   }
 };
-Slots make_slots(const TensorView& v) { return {v.data, v.dtype == DType::kI64}; }
+Slots make_slots(const TensorView& v) { return {v.data, v.dtype == DType::kI64, v.shape[0]}; }
 
 struct Matrix {
   void* data;
-  DType dtype;
   int64_t row_stride;
+  template <class T>
+  __device__ T* row(int64_t t) const {
+    return static_cast<T*>(data) + t * row_stride;
+  }
 };
-Matrix make_matrix(const TensorView& v) { return {v.data, v.dtype, v.stride[0]}; }
-
-/// Largest |x| of the block's values; every thread gets it. NaN is left out, as in the definition max over fabs.
-__device__ float block_max(float x) {
-  __shared__ float partial[kThreads / 32];
-  for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
-  __syncthreads();
-  float m = partial[0];
-  for (int i = 1; i < kThreads / 32; ++i) m = fmaxf(m, partial[i]);
-  return m;
-}
+Matrix make_matrix(const TensorView& v) { return {v.data, v.stride[0]}; }
 
 /// 2^ceil(log2(x)) for positive normal x: the exponent, one more where the mantissa is not zero.
 __device__ float power_of_two_above(float x) {
@@ -47,239 +48,408 @@ __device__ float power_of_two_above(float x) {
   return __uint_as_float((u & 0x7f800000u) + ((u & 0x007fffffu) != 0 ? 0x00800000u : 0u));
 }
 
+/// Largest value of a group of kLanes neighbouring lanes; all 32 take part.
+template <int kLanes>
+__device__ float group_max(float x) {
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAll, x, step));
+  return x;
+}
+
+/// Largest magnitude; NaN is left out, as in the definition max over fabs.
+__device__ float magnitude(const float (&x)[8]) {
+  float m = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) m = fmaxf(m, fabsf(x[i]));
+  return m;
+}
+
+/// Where a slot lies. Slots below 2^32, which is to say all but those of huge pools, are divided in 32 bits.
+struct Place {
+  int64_t page;
+  int32_t offset;
+};
+__device__ Place place_slot(int64_t slot, int32_t page_size) {
+  if (slot >> 32 == 0) {
+    const auto s = static_cast<uint32_t>(slot), size = static_cast<uint32_t>(page_size);
+    return {s / size, static_cast<int32_t>(s % size)};
+  }
+  return {slot / page_size, static_cast<int32_t>(slot % page_size)};
+}
+
+/// One row a group of kLanes threads.
+template <int kLanes>
+struct RowTask {
+  int64_t row;
+  int lane;
+};
+template <int kLanes>
+__device__ RowTask<kLanes> row_task() {
+  return {(static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kLanes, static_cast<int>(threadIdx.x) % kLanes};
+}
+
+/// The element type of a cache format's values.
+template <LatentFormat kFormat>
+struct ValueOf {
+  using Type = uint8_t;
+};
+template <>
+struct ValueOf<LatentFormat::kF32> {
+  using Type = float;
+};
+template <>
+struct ValueOf<LatentFormat::kBf16> {
+  using Type = uint16_t;
+};
+
+// ---- latent rows -------------------------------------------------------------------------------------------------
+
+constexpr int kBatch = 3;  // 72 eights of 512 + 64 values over 32 lanes
+
+/// Rows of formats that keep [latent | rope] alike, eight values at a time, kBatch loads before the first store.
+template <class From, class To, class Address, class Convert>
+__device__ void move_row(int lane, int eights, Address address, Convert convert) {
+  for (int first = lane; first < eights; first += kBatch * kLatentLanes) {
+    Eight<From> from[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int i = first + b * kLatentLanes;
+      if (i < eights) from[b] = Eight<From>::load(address(i).from);
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int i = first + b * kLatentLanes;
+      if (i < eights) convert(from[b]).store(address(i).to);
+    }
+  }
+}
+
+struct FromTo {
+  const void* from;
+  void* to;
+};
+
+template <class T, LatentFormat kFormat>
 __global__ void __launch_bounds__(kThreads)
     latent_write_kernel(Matrix latent, Matrix rope, Slots slots, LatentCacheView c) {
-  const int64_t t = blockIdx.x, slot = slots[t];
-  if (slot < 0 || slot >= c.num_slots()) return;
-  const int r = c.geometry.latent_dim, width = c.geometry.width();
-  auto* page = static_cast<unsigned char*>(c.data) + slot / c.page_size * c.page_stride_bytes;
-  const int64_t offset = slot % c.page_size;
+  const auto [t, lane] = row_task<kLatentLanes>();
+  if (t >= slots.count) return;
+  const int64_t slot = slots[t];
+  if (slot < 0 || slot >= c.num_slots()) return;  // the warp's: groups below stay whole
+  const Place place = place_slot(slot, c.page_size);
+  auto* page = static_cast<unsigned char*>(c.data) + place.page * c.page_stride_bytes;
+  const int64_t offset = place.offset;
   unsigned char* row = page + offset * c.row_stride_bytes;
-  auto source = [&](int d) {
-    return d < r ? load_element(latent.data, t * latent.row_stride + d, latent.dtype)
-                 : load_element(rope.data, t * rope.row_stride + d - r, rope.dtype);
-  };
-  switch (c.format) {
-    case LatentFormat::kF32:
-      for (int d = threadIdx.x; d < width; d += kThreads) reinterpret_cast<float*>(row)[d] = source(d);
-      break;
-    case LatentFormat::kBf16:
-      for (int d = threadIdx.x; d < width; d += kThreads)
-        reinterpret_cast<uint16_t*>(row)[d] = float_to_bf16(source(d));
-      break;
-    case LatentFormat::kE4m3:
-      for (int d = threadIdx.x; d < width; d += kThreads) row[d] = float_to_e4m3(__fdiv_rn(source(d), c.scale));
-      break;
-    case LatentFormat::kPacked656: {
-      const int groups = (r + 127) / 128;
-      for (int g = 0; g < groups; ++g) {
-        const int d = g * 128 + threadIdx.x;
-        static_assert(kThreads == 128, "a thread is a value of a scale group");
-        const float x = d < r ? source(d) : 0.0f;
-        const float scale = power_of_two_above(fmaxf(__fdiv_rn(block_max(fabsf(x)), 448.0f), 1e-4f));
-        if (d < r) row[d] = float_to_e4m3(__fdiv_rn(x, scale));
-        if (threadIdx.x == 0) reinterpret_cast<float*>(row + r)[g] = scale;
-      }
-      for (int d = threadIdx.x; d < c.geometry.rope_dim; d += kThreads)
-        reinterpret_cast<uint16_t*>(row + r + 4 * groups)[d] = float_to_bf16(source(r + d));
-      break;
+  const int r = c.geometry.latent_dim, p = c.geometry.rope_dim, latent_eights = r / 8;
+  const T* latent_row = latent.row<T>(t);
+  const T* rope_row = rope.row<T>(t);
+  if constexpr (kFormat == LatentFormat::kF32 || kFormat == LatentFormat::kBf16 || kFormat == LatentFormat::kE4m3) {
+    using To = typename ValueOf<kFormat>::Type;
+    move_row<T, To>(
+        lane, latent_eights + p / 8,
+        [&](int i) -> FromTo {
+          return {i < latent_eights ? latent_row + 8 * i : rope_row + 8 * (i - latent_eights),
+                  reinterpret_cast<To*>(row) + 8 * i};
+        },
+        [&](const Eight<T>& from) {
+          if constexpr (sizeof(T) == sizeof(To)) {
+            return from;
+          } else {
+            float x[8];
+            from.expand(x);
+            if constexpr (kFormat == LatentFormat::kE4m3) {
+#pragma unroll
+              for (float& y : x) y = __fdiv_rn(y, c.scale);
+            }
+            return Eight<To>::pack(x);
+          }
+        });
+  } else if constexpr (kFormat == LatentFormat::kPacked656) {
+    const int groups = r / kGroup;  // 16 lanes each
+#pragma unroll 2
+    for (int first = 0; first < latent_eights; first += kLatentLanes) {
+      const int i = first + lane;
+      float x[8] = {};
+      if (i < latent_eights) Eight<T>::load(latent_row + 8 * i).expand(x);
+      const float amax = group_max<kGroup / 8>(magnitude(x));
+      const float scale = power_of_two_above(fmaxf(__fdiv_rn(amax, kLargest), 1e-4f));
+      const float inverse = __fdiv_rn(1.0f, scale);  // exact
+#pragma unroll
+      for (float& y : x) y *= inverse;
+      if (i >= latent_eights) continue;
+      Eight<uint8_t>::pack(x).store(row + 8 * i);
+      if (i % (kGroup / 8) == 0) reinterpret_cast<float*>(row + r)[i / (kGroup / 8)] = scale;
     }
-    case LatentFormat::kE4m3PerToken: {
-      float amax = 0.0f;
-      for (int d = threadIdx.x; d < r; d += kThreads) amax = fmaxf(amax, fabsf(source(d)));
-      const float scale = __fdiv_rn(fmaxf(block_max(amax), 1e-26f), 448.0f);
-      auto* scales = reinterpret_cast<float*>(page + int64_t{c.page_size} * r);
-      auto* rope_plane = reinterpret_cast<uint16_t*>(scales + c.page_size);
-      for (int d = threadIdx.x; d < r; d += kThreads) page[offset * r + d] = float_to_e4m3(__fdiv_rn(source(d), scale));
-      for (int d = threadIdx.x; d < c.geometry.rope_dim; d += kThreads)
-        rope_plane[offset * c.geometry.rope_dim + d] = float_to_bf16(__fdiv_rn(source(r + d), scale));
-      if (threadIdx.x == 0) scales[offset] = scale;
-      break;
+    auto* rope_out = reinterpret_cast<uint32_t*>(row + r + 4 * groups);
+    for (int i = lane; i < p / 2; i += kLatentLanes) {
+      const float x[2] = {load_value(rope_row, 2 * i), load_value(rope_row, 2 * i + 1)};
+      rope_out[i] = float_to_bf16(x[0]) | static_cast<uint32_t>(float_to_bf16(x[1])) << 16;
+    }
+  } else {
+    float amax = 0.0f;
+    for (int i = lane; i < latent_eights; i += kLatentLanes) {
+      float x[8];
+      Eight<T>::load(latent_row + 8 * i).expand(x);
+      amax = fmaxf(amax, magnitude(x));
+    }
+    const float scale = __fdiv_rn(fmaxf(group_max<32>(amax), 1e-26f), kLargest);
+    for (int i = lane; i < latent_eights; i += kLatentLanes) {  // the second look is into the L1
+      float x[8];
+      Eight<T>::load(latent_row + 8 * i).expand(x);
+#pragma unroll
+      for (float& y : x) y = __fdiv_rn(y, scale);
+      Eight<uint8_t>::pack(x).store(page + offset * r + 8 * i);
+    }
+    auto* scales = reinterpret_cast<float*>(page + int64_t{c.page_size} * r);
+    if (lane == 0) scales[offset] = scale;
+    auto* rope_out = reinterpret_cast<uint32_t*>(scales + c.page_size) + offset * (p / 2);
+    for (int i = lane; i < p / 2; i += kLatentLanes) {
+      const float x[2] = {__fdiv_rn(load_value(rope_row, 2 * i), scale),
+                          __fdiv_rn(load_value(rope_row, 2 * i + 1), scale)};
+      rope_out[i] = float_to_bf16(x[0]) | static_cast<uint32_t>(float_to_bf16(x[1])) << 16;
     }
   }
 }
 
+template <class T, LatentFormat kFormat>
 __global__ void __launch_bounds__(kThreads)
     latent_gather_kernel(Slots slots, LatentCacheView c, Matrix latent, Matrix rope) {
-  const int64_t t = blockIdx.x, slot = slots[t];
-  const bool ok = slot >= 0 && slot < c.num_slots();
-  const int r = c.geometry.latent_dim, width = c.geometry.width();
-  for (int d = threadIdx.x; d < width; d += kThreads) {
-    const float x = ok ? load_latent(c, slot, d) : 0.0f;
-    if (d < r) store_element(latent.data, t * latent.row_stride + d, latent.dtype, x);
-    else store_element(rope.data, t * rope.row_stride + d - r, rope.dtype, x);
-  }
-}
-
-__global__ void __launch_bounds__(kThreads) index_k_write_kernel(Matrix k, Slots slots, IndexCacheView c) {
-  const int64_t t = blockIdx.x, slot = slots[t];
-  if (slot < 0 || slot >= c.num_slots()) return;
-  auto* page = static_cast<unsigned char*>(c.data) + slot / c.page_size * c.page_stride_bytes;
-  const int64_t offset = slot % c.page_size;
-  auto source = [&](int d) { return load_element(k.data, t * k.row_stride + d, k.dtype); };
-  if (c.format == IndexKFormat::kE4m3) {
-    float amax = 0.0f;
-    for (int d = threadIdx.x; d < c.head_dim; d += kThreads) amax = fmaxf(amax, fabsf(source(d)));
-    amax = block_max(amax);
-    const float scale = c.scale_format == ScaleFormat::kFp32
-                            ? __fdiv_rn(fmaxf(amax, 1e-10f), 448.0f)
-                            : power_of_two_above(__fdiv_rn(fmaxf(amax, 1e-4f), 448.0f));
-    for (int d = threadIdx.x; d < c.head_dim; d += kThreads)
-      page[offset * c.head_dim + d] = float_to_e4m3(__fdiv_rn(source(d), scale));
-    if (threadIdx.x == 0) reinterpret_cast<float*>(page + int64_t{c.page_size} * c.head_dim)[offset] = scale;
+  const auto [t, lane] = row_task<kLatentLanes>();
+  if (t >= slots.count) return;
+  const int64_t slot = slots[t];
+  const int r = c.geometry.latent_dim, p = c.geometry.rope_dim, latent_eights = r / 8, eights = latent_eights + p / 8;
+  T* latent_row = latent.row<T>(t);
+  T* rope_row = rope.row<T>(t);
+  const auto outside = [&](int i) {
+    return i < latent_eights ? latent_row + 8 * i : rope_row + 8 * (i - latent_eights);
+  };
+  if (slot < 0 || slot >= c.num_slots()) {
+    for (int i = lane; i < eights; i += kLatentLanes) Eight<T>{}.store(outside(i));
     return;
   }
-  for (int d = threadIdx.x; d < c.head_dim; d += kThreads) {
-    if (c.format == IndexKFormat::kF32) reinterpret_cast<float*>(page)[offset * c.head_dim + d] = source(d);
-    else reinterpret_cast<uint16_t*>(page)[offset * c.head_dim + d] = float_to_bf16(source(d));
-  }
-}
-
-__global__ void __launch_bounds__(kThreads) index_k_gather_kernel(Slots slots, IndexCacheView c, Matrix k) {
-  const int64_t t = blockIdx.x, slot = slots[t];
-  const bool ok = slot >= 0 && slot < c.num_slots();
-  const float scale = ok ? index_k_scale(c, slot) : 0.0f;
-  for (int d = threadIdx.x; d < c.head_dim; d += kThreads)
-    store_element(k.data, t * k.row_stride + d, k.dtype, ok ? load_index_k(c, slot, d) * scale : 0.0f);
-}
-
-struct RopeArgs {
-  Matrix x;
-  int64_t head_stride;
-  const int32_t* positions;
-  const float* cos_sin;
-  int64_t table_stride, table_rows;
-  int num_heads, rope_dim, offset;
-  RopePairing pairing;
-};
-
-__global__ void __launch_bounds__(kThreads) rope_kernel(RopeArgs a) {
-  const int64_t t = blockIdx.x, position = a.positions[t];
-  if (position < 0 || position >= a.table_rows) return;  // memory protection: the host cannot see device positions
-  const float* table = a.cos_sin + position * a.table_stride;
-  const int half = a.rope_dim / 2;
-  for (int i = threadIdx.x; i < a.num_heads * half; i += kThreads) {
-    const int head = i / half, pair = i % half;
-    const bool interleaved = a.pairing == RopePairing::kInterleaved;
-    const int64_t base = t * a.x.row_stride + head * a.head_stride + a.offset;
-    const int64_t first = base + (interleaved ? 2 * pair : pair),
-                  second = base + (interleaved ? 2 * pair + 1 : pair + half);
-    const float x0 = load_element(a.x.data, first, a.x.dtype), x1 = load_element(a.x.data, second, a.x.dtype);
-    const float c = table[pair], s = table[half + pair];
-    store_element(a.x.data, first, a.x.dtype, x0 * c - x1 * s);
-    store_element(a.x.data, second, a.x.dtype, x1 * c + x0 * s);
-  }
-}
-
-struct MergeArgs {
-  Matrix out_a, out_b;
-  int64_t head_stride_a, head_stride_b;
-  float* lse_a;
-  const float* lse_b;
-  int64_t lse_stride_a, lse_stride_b;
-  const int32_t *count_a, *count_b;
-  int num_heads, dim;
-  LseBase base;
-};
-
-// A block serves one (row, head): it has read both LSEs before its one writer stores the new one (trap 6.26).
-__global__ void __launch_bounds__(kThreads) merge_state_kernel(MergeArgs m) {
-  const int64_t row = blockIdx.x / m.num_heads;
-  const int head = static_cast<int>(blockIdx.x % m.num_heads);
-  float* lse_a = m.lse_a + row * m.lse_stride_a + head;
-  const float la = *lse_a, lb = m.lse_b[row * m.lse_stride_b + head];
-  const bool empty_a = m.count_a != nullptr ? m.count_a[row] <= 0 : la == -INFINITY;
-  const bool empty_b = m.count_b != nullptr ? m.count_b[row] <= 0 : lb == -INFINITY;
-  __syncthreads();
-  const int64_t a0 = row * m.out_a.row_stride + head * m.head_stride_a,
-                b0 = row * m.out_b.row_stride + head * m.head_stride_b;
-  if (empty_b) {
-    if (!empty_a) return;
-    for (int d = threadIdx.x; d < m.dim; d += kThreads) store_element(m.out_a.data, a0 + d, m.out_a.dtype, 0.0f);
-    if (threadIdx.x == 0) *lse_a = -INFINITY;
-    return;
-  }
-  if (empty_a) {  // bit for bit: elements are copied as words of their own size
-    for (int d = threadIdx.x; d < m.dim; d += kThreads) {
-      if (m.out_a.dtype == DType::kBf16)
-        static_cast<uint16_t*>(m.out_a.data)[a0 + d] = static_cast<const uint16_t*>(m.out_b.data)[b0 + d];
-      else static_cast<uint32_t*>(m.out_a.data)[a0 + d] = static_cast<const uint32_t*>(m.out_b.data)[b0 + d];
+  const Place place = place_slot(slot, c.page_size);
+  const auto* page = static_cast<const unsigned char*>(c.data) + place.page * c.page_stride_bytes;
+  const int64_t offset = place.offset;
+  const unsigned char* row = page + offset * c.row_stride_bytes;
+  if constexpr (kFormat == LatentFormat::kF32 || kFormat == LatentFormat::kBf16 || kFormat == LatentFormat::kE4m3) {
+    using From = typename ValueOf<kFormat>::Type;
+    move_row<From, T>(
+        lane, eights,
+        [&](int i) -> FromTo {
+          return {reinterpret_cast<const From*>(row) + 8 * i, outside(i)};
+        },
+        [&](const Eight<From>& from) {
+          if constexpr (sizeof(T) == sizeof(From)) {
+            return from;
+          } else {
+            float x[8];
+            from.expand(x);
+            if constexpr (kFormat == LatentFormat::kE4m3) {
+#pragma unroll
+              for (float& y : x) y *= c.scale;
+            }
+            return Eight<T>::pack(x);
+          }
+        });
+  } else {
+    // Latent values with the scale of their group or token, then rope, which one format scales too.
+    constexpr bool kPacked = kFormat == LatentFormat::kPacked656;
+    const int groups = r / kGroup;
+    const unsigned char* values = kPacked ? row : page + offset * r;
+    const auto* scales = reinterpret_cast<const float*>(kPacked ? values + r : page + int64_t{c.page_size} * r);
+    const auto* rope_in =
+        reinterpret_cast<const uint32_t*>(scales + (kPacked ? groups : c.page_size)) + (kPacked ? 0 : offset * (p / 2));
+    const float token_scale = kPacked ? 1.0f : scales[offset];
+#pragma unroll 2
+    for (int i = lane; i < latent_eights; i += kLatentLanes) {
+      float x[8];
+      Eight<uint8_t>::load(values + 8 * i).expand(x);
+      const float scale = kPacked ? scales[i / (kGroup / 8)] : token_scale;
+#pragma unroll
+      for (float& y : x) y *= scale;
+      Eight<T>::pack(x).store(latent_row + 8 * i);
     }
-    if (threadIdx.x == 0) *lse_a = lb;
-    return;
+    for (int i = lane; i < p / 2; i += kLatentLanes) {
+      const uint32_t both = rope_in[i];
+      const float x[2] = {__uint_as_float(both << 16) * token_scale, __uint_as_float(both & 0xffff0000u) * token_scale};
+      store_value(rope_row, 2 * i, x[0]);
+      store_value(rope_row, 2 * i + 1, x[1]);
+    }
   }
-  const bool two = m.base == LseBase::kTwo;
-  const float top = fmaxf(la, lb);
-  const float wa = two ? exp2f(la - top) : expf(la - top), wb = two ? exp2f(lb - top) : expf(lb - top);
-  const float sum = wa + wb;
-  for (int d = threadIdx.x; d < m.dim; d += kThreads) {
-    // A weight that underflowed to 0 is a term that is dropped, not multiplied.
-    const float a = wa == 0.0f ? 0.0f : wa * load_element(m.out_a.data, a0 + d, m.out_a.dtype);
-    const float b = wb == 0.0f ? 0.0f : wb * load_element(m.out_b.data, b0 + d, m.out_b.dtype);
-    store_element(m.out_a.data, a0 + d, m.out_a.dtype, (a + b) / sum);
-  }
-  if (threadIdx.x == 0) *lse_a = top + (two ? log2f(sum) : logf(sum));
 }
 
-template <class Kernel, class... Args>
-void launch_rows(const char* function, Kernel kernel, int64_t blocks, const Device& device, Stream stream,
-                 Args... args) {
+// ---- index keys --------------------------------------------------------------------------------------------------
+
+template <IndexKFormat kFormat>
+struct KeyValueOf {
+  using Type = uint8_t;
+};
+template <>
+struct KeyValueOf<IndexKFormat::kF32> {
+  using Type = float;
+};
+template <>
+struct KeyValueOf<IndexKFormat::kBf16> {
+  using Type = uint16_t;
+};
+
+template <class T, IndexKFormat kFormat>
+__global__ void __launch_bounds__(kThreads) index_k_write_kernel(Matrix k, Slots slots, IndexCacheView c) {
+  using To = typename KeyValueOf<kFormat>::Type;
+  const auto [t, lane] = row_task<kIndexLanes>();
+  const int64_t slot = t < slots.count ? slots[t] : -1;
+  const bool ok = slot >= 0 && slot < c.num_slots();
+  const Place place = place_slot(ok ? slot : 0, c.page_size);
+  auto* page = static_cast<unsigned char*>(c.data) + place.page * c.page_stride_bytes;
+  const T* from = k.row<T>(ok ? t : 0);
+  To* to = reinterpret_cast<To*>(page) + static_cast<int64_t>(place.offset) * c.head_dim;
+  const int eights = ok ? c.head_dim / 8 : 0;
+  float scale = 1.0f;
+  if constexpr (kFormat == IndexKFormat::kE4m3) {
+    float amax = 0.0f;
+    for (int i = lane; i < eights; i += kIndexLanes) {
+      float x[8];
+      Eight<T>::load(from + 8 * i).expand(x);
+      amax = fmaxf(amax, magnitude(x));
+    }
+    amax = group_max<kIndexLanes>(amax);
+    scale = c.scale_format == ScaleFormat::kFp32 ? __fdiv_rn(fmaxf(amax, 1e-10f), kLargest)
+                                                 : power_of_two_above(__fdiv_rn(fmaxf(amax, 1e-4f), kLargest));
+    if (ok && lane == 0) reinterpret_cast<float*>(page + int64_t{c.page_size} * c.head_dim)[place.offset] = scale;
+  }
+  for (int i = lane; i < eights; i += kIndexLanes) {
+    const Eight<T> bits = Eight<T>::load(from + 8 * i);
+    if constexpr (sizeof(T) == sizeof(To)) {
+      bits.store(to + 8 * i);
+    } else {
+      float x[8];
+      bits.expand(x);
+      if constexpr (kFormat == IndexKFormat::kE4m3) {
+#pragma unroll
+        for (float& y : x) y = __fdiv_rn(y, scale);
+      }
+      Eight<To>::pack(x).store(to + 8 * i);
+    }
+  }
+}
+
+template <class T, IndexKFormat kFormat>
+__global__ void __launch_bounds__(kThreads) index_k_gather_kernel(Slots slots, IndexCacheView c, Matrix k) {
+  using From = typename KeyValueOf<kFormat>::Type;
+  const auto [t, lane] = row_task<kIndexLanes>();
+  if (t >= slots.count) return;
+  const int64_t slot = slots[t];
+  T* to = k.row<T>(t);
+  if (slot < 0 || slot >= c.num_slots()) {
+    for (int i = lane; i < c.head_dim / 8; i += kIndexLanes) Eight<T>{}.store(to + 8 * i);
+    return;
+  }
+  const Place place = place_slot(slot, c.page_size);
+  const auto* page = static_cast<const unsigned char*>(c.data) + place.page * c.page_stride_bytes;
+  const From* from = reinterpret_cast<const From*>(page) + static_cast<int64_t>(place.offset) * c.head_dim;
+  float scale = 1.0f;
+  if constexpr (kFormat == IndexKFormat::kE4m3)
+    scale = reinterpret_cast<const float*>(page + int64_t{c.page_size} * c.head_dim)[place.offset];
+  for (int i = lane; i < c.head_dim / 8; i += kIndexLanes) {
+    const Eight<From> bits = Eight<From>::load(from + 8 * i);
+    if constexpr (sizeof(T) == sizeof(From)) {
+      bits.store(to + 8 * i);
+    } else {
+      float x[8];
+      bits.expand(x);
+      if constexpr (kFormat == IndexKFormat::kE4m3) {
+#pragma unroll
+        for (float& y : x) y *= scale;
+      }
+      Eight<T>::pack(x).store(to + 8 * i);
+    }
+  }
+}
+
+// ---- launches ----------------------------------------------------------------------------------------------------
+
+template <class... Params, class... Args>
+void launch_rows(const char* function, void (*kernel)(Params...), int64_t rows, int lanes, const Device& device,
+                 Stream stream, const Args&... args) {
   const DeviceGuard guard(function, device.index);
+  const int64_t blocks = (rows * lanes + kThreads - 1) / kThreads;
   kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream.handle)>>>(args...);
   GANNET_CUDA(function, cudaGetLastError());
+}
+
+/// Calls f with a value of the outside rows' element type: fp32 or bf16.
+template <class F>
+void with_rows(DType t, F&& f) {
+  if (t == DType::kBf16) f(uint16_t{});
+  else f(float{});
+}
+
+template <LatentFormat kFormat>
+struct LatentTag {
+  static constexpr LatentFormat kValue = kFormat;
+};
+template <class F>
+void with_format(LatentFormat format, F&& f) {
+  switch (format) {
+    case LatentFormat::kF32: return f(LatentTag<LatentFormat::kF32>{});
+    case LatentFormat::kBf16: return f(LatentTag<LatentFormat::kBf16>{});
+    case LatentFormat::kE4m3: return f(LatentTag<LatentFormat::kE4m3>{});
+    case LatentFormat::kPacked656: return f(LatentTag<LatentFormat::kPacked656>{});
+    case LatentFormat::kE4m3PerToken: return f(LatentTag<LatentFormat::kE4m3PerToken>{});
+  }
+}
+
+template <IndexKFormat kFormat>
+struct IndexTag {
+  static constexpr IndexKFormat kValue = kFormat;
+};
+template <class F>
+void with_format(IndexKFormat format, F&& f) {
+  switch (format) {
+    case IndexKFormat::kF32: return f(IndexTag<IndexKFormat::kF32>{});
+    case IndexKFormat::kBf16: return f(IndexTag<IndexKFormat::kBf16>{});
+    case IndexKFormat::kE4m3: return f(IndexTag<IndexKFormat::kE4m3>{});
+  }
 }
 
 }  // namespace
 
 void run_latent_write(const LatentWrite& p, const RunContext& c) {
-  launch_rows(LatentWrite::kName, latent_write_kernel, p.slots.shape[0], p.latent.device, c.stream,
-              make_matrix(p.latent), make_matrix(p.rope), make_slots(p.slots), with_row_stride(p.cache));
+  with_rows(p.latent.dtype, [&](auto row) {
+    with_format(p.cache.format, [&](auto tag) {
+      launch_rows(LatentWrite::kName, latent_write_kernel<decltype(row), decltype(tag)::kValue>, p.slots.shape[0],
+                  kLatentLanes, p.latent.device, c.stream, make_matrix(p.latent), make_matrix(p.rope),
+                  make_slots(p.slots), with_row_stride(p.cache));
+    });
+  });
 }
 
 void run_latent_gather(const LatentGather& p, const RunContext& c) {
-  launch_rows(LatentGather::kName, latent_gather_kernel, p.slots.shape[0], p.latent.device, c.stream,
-              make_slots(p.slots), with_row_stride(p.cache), make_matrix(p.latent), make_matrix(p.rope));
+  with_rows(p.latent.dtype, [&](auto row) {
+    with_format(p.cache.format, [&](auto tag) {
+      launch_rows(LatentGather::kName, latent_gather_kernel<decltype(row), decltype(tag)::kValue>, p.slots.shape[0],
+                  kLatentLanes, p.latent.device, c.stream, make_slots(p.slots), with_row_stride(p.cache),
+                  make_matrix(p.latent), make_matrix(p.rope));
+    });
+  });
 }
 
 void run_index_k_write(const IndexKWrite& p, const RunContext& c) {
-  launch_rows(IndexKWrite::kName, index_k_write_kernel, p.slots.shape[0], p.k.device, c.stream, make_matrix(p.k),
-              make_slots(p.slots), p.cache);
+  with_rows(p.k.dtype, [&](auto row) {
+    with_format(p.cache.format, [&](auto tag) {
+      launch_rows(IndexKWrite::kName, index_k_write_kernel<decltype(row), decltype(tag)::kValue>, p.slots.shape[0],
+                  kIndexLanes, p.k.device, c.stream, make_matrix(p.k), make_slots(p.slots), p.cache);
+    });
+  });
 }
 
 void run_index_k_gather(const IndexKGather& p, const RunContext& c) {
-  launch_rows(IndexKGather::kName, index_k_gather_kernel, p.slots.shape[0], p.k.device, c.stream, make_slots(p.slots),
-              p.cache, make_matrix(p.k));
-}
-
-void run_rope(const Rope& p, const RunContext& c) {
-  const RopeArgs a{make_matrix(p.x),
-                   p.x.stride[1],
-                   static_cast<const int32_t*>(p.positions.data),
-                   static_cast<const float*>(p.cos_sin.data),
-                   p.cos_sin.stride[0],
-                   p.cos_sin.shape[0],
-                   static_cast<int>(p.x.shape[1]),
-                   static_cast<int>(p.cos_sin.shape[1]),
-                   p.offset,
-                   p.pairing};
-  launch_rows(Rope::kName, rope_kernel, p.x.shape[0], p.x.device, c.stream, a);
-}
-
-void run_merge_state(const MergeState& p, const RunContext& c) {
-  const MergeArgs m{make_matrix(p.out_a),
-                    make_matrix(p.out_b),
-                    p.out_a.stride[1],
-                    p.out_b.stride[1],
-                    static_cast<float*>(p.lse_a.data),
-                    static_cast<const float*>(p.lse_b.data),
-                    p.lse_a.stride[0],
-                    p.lse_b.stride[0],
-                    p.count_a.given() ? static_cast<const int32_t*>(p.count_a.data) : nullptr,
-                    p.count_b.given() ? static_cast<const int32_t*>(p.count_b.data) : nullptr,
-                    static_cast<int>(p.out_a.shape[1]),
-                    static_cast<int>(p.out_a.shape[2]),
-                    p.base};
-  launch_rows(MergeState::kName, merge_state_kernel, p.out_a.shape[0] * p.out_a.shape[1], p.out_a.device, c.stream, m);
+  with_rows(p.k.dtype, [&](auto row) {
+    with_format(p.cache.format, [&](auto tag) {
+      launch_rows(IndexKGather::kName, index_k_gather_kernel<decltype(row), decltype(tag)::kValue>, p.slots.shape[0],
+                  kIndexLanes, p.k.device, c.stream, make_slots(p.slots), p.cache, make_matrix(p.k));
+    });
+  });
 }
 
 }  // namespace generic
