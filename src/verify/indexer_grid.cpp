@@ -420,18 +420,19 @@ struct TopKProblem {
   TopK params;
 };
 
-TopKProblem make_topk(const ScoreKind& kind, const std::vector<int32_t>& lens, int64_t k, uint64_t seed) {
+TopKProblem make_topk(const ScoreKind& kind, const std::vector<int32_t>& lens, int64_t k, uint64_t seed,
+                      DType dtype = DType::kF32) {
   TopKProblem s;
   int64_t columns = 1;
   for (const int32_t n : lens) columns = std::max<int64_t>(columns, n);
   columns += 3;
   const auto rows = static_cast<int64_t>(lens.size());
-  s.logits = make_tensor(DType::kF32, {rows, columns}, 5);
+  s.logits = make_tensor(dtype, {rows, columns}, 5);
   for (int64_t t = 0; t < rows; ++t) {
     Rng rng = Rng::of(seed, static_cast<uint64_t>(t), 0);
     const int32_t n = lens[static_cast<size_t>(t)];
     // Behind the row's end lie scores that would win.
-    for (int64_t i = 0; i < columns; ++i) *s.logits.view.ptr<float>(t, i) = i < n ? kind.at(rng, i, n) : kInfinity;
+    for (int64_t i = 0; i < columns; ++i) set(s.logits.view, i < n ? kind.at(rng, i, n) : kInfinity, t, i);
   }
   s.lens = make_ints(lens);
   s.positions = make_tensor(DType::kI32, {rows, k}, 1);
@@ -457,6 +458,22 @@ void verify_topk(Recorder& r) {
     // The rows that broke others: long ones at a width that is not a power of two.
     const TopKProblem s = make_topk(kind, {16385, 8320, 131072}, 2048, 5);
     check_case(r, {"topk", format, kind.name, "131072, k 2048"}, s.params, same_bits);
+  }
+  // bf16 scores; rows and selections beyond what a kernel may hold in its fast memory; more long rows than processors.
+  for (const size_t i : {0, 6, 9, 13}) {
+    const ScoreKind& kind = kScoreKinds[i];
+    for (const DType dtype : {DType::kF32, DType::kBf16}) {
+      const std::string scores = fmt::format("scores {}", to_string(dtype));
+      const auto add = [&](const std::vector<int32_t>& lens, int64_t k, const char* detail) {
+        const TopKProblem large = make_topk(kind, lens, k, 6, dtype);
+        check_case(r, {"topk", scores, kind.name, detail}, large.params, same_bits);
+      };
+      add({0, 5, 64, 65, 66, 77, 261, 8193}, 64, "k 64");
+      add({400000, 16385, 9000}, 2048, "400000, k 2048");
+      add({70000, 30001, 30000, 9000}, 30000, "70000, k 30000");
+      add({40000, 20000, 16385}, 16384, "40000, k 16384");
+      if (i == 0) add(std::vector<int32_t>(137, 20999), 2048, "137 rows of 20999, k 2048");
+    }
   }
   const TopKProblem s = make_topk(kScoreKinds[13], {5000, 100, 0, 3000, 2049, 20000, 2048, 1}, 2048, 9);
   const Case c{"topk", format, "20 runs", "duplicates"};
