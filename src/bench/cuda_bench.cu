@@ -370,8 +370,56 @@ struct Maker {
     return problem;
   }
 
+  /// Rows of bf16 to slots in any order of a pool that they fill, or from there.
+  Problem cache_rows(const json& row) {
+    const std::string op = row["op"], format = row["format"];
+    const int64_t n = row["rows"];
+    const int64_t pages = (n + kPage - 1) / kPage;
+    Problem problem;
+    std::shared_ptr<OpPlan<LatentWrite>> latent_write;
+    std::shared_ptr<OpPlan<LatentGather>> latent_gather;
+    std::shared_ptr<OpPlan<IndexKWrite>> index_k_write;
+    std::shared_ptr<OpPlan<IndexKGather>> index_k_gather;
+    std::span<std::byte> workspace;
+    std::vector<int32_t> order(static_cast<size_t>(pages * kPage));
+    std::iota(order.begin(), order.end(), 0);
+    for (int64_t set = 0; set < row.value("sets", 1); ++set) {
+      std::shuffle(order.begin(), order.end(), rng);
+      const TensorView slots = memory.ints({order.begin(), order.begin() + n}, {n});
+      if (op == "index_k_write" || op == "index_k_gather") {
+        IndexCacheView cache;
+        cache.num_pages = pages;
+        cache.page_stride_bytes = kPage * (kIndexDim + 4);
+        cache.device = memory.device();
+        cache.data = memory.random(DType::kE4m3, {pages * kPage * (kIndexDim + 4)}, 64.0f).data;
+        fill_scales(cache);
+        const TensorView k = memory.random(DType::kBf16, {n, kIndexDim});
+        if (op == "index_k_write") add(problem, index_k_write, workspace, IndexKWrite{k, slots, cache});
+        else add(problem, index_k_gather, workspace, IndexKGather{slots, cache, k});
+      } else {
+        const LatentCacheView cache =
+            latent_cache(format == "bf16" ? LatentFormat::kBf16 : LatentFormat::kPacked656, pages);
+        const TensorView latent = memory.random(DType::kBf16, {n, kLatent});
+        const TensorView rope = memory.random(DType::kBf16, {n, kRope});
+        if (op == "latent_write") add(problem, latent_write, workspace, LatentWrite{latent, rope, slots, cache});
+        else add(problem, latent_gather, workspace, LatentGather{slots, cache, latent, rope});
+      }
+    }
+    problem.bytes = cache_rows_bytes(op, format, n);
+    return problem;
+  }
+  static double cache_rows_bytes(const std::string& op, const std::string& format, int64_t n) {
+    const bool index = op == "index_k_write" || op == "index_k_gather";
+    const int64_t cached = index              ? kIndexDim + 4
+                           : format == "bf16" ? 2 * kWidth
+                                              : latent_row_bytes(LatentFormat::kPacked656, {});
+    return static_cast<double>(n * (2 * (index ? kIndexDim : kWidth) + cached + 4));
+  }
+
   std::optional<Problem> make(const json& row) {
     const std::string op = row["op"];
+    if (op == "latent_write" || op == "latent_gather" || op == "index_k_write" || op == "index_k_gather")
+      return cache_rows(row);
     if (op == "dense_decode") return dense_decode(row, LatentFormat::kBf16);
     if (op == "dense_decode_fp8") return dense_decode(row, LatentFormat::kE4m3);
     // The peers gather from a pool of the batch's own rows; 65,536 rows a request, as decode at long context has them.
@@ -457,6 +505,51 @@ bool selected(const json& row, const CudaBenchOptions& o) {
   return true;
 }
 
+/// Rows that no peer has a kernel for: measured against a copy of as many bytes.
+std::vector<json> rows_without_peers() {
+  constexpr double kDistinctBytes = 192e6;  // three times an L2, as the peers' rows
+  std::vector<json> rows;
+  for (const auto& [op, format] : {std::pair{"latent_write", "bf16"},
+                                   {"latent_write", "packed656"},
+                                   {"latent_gather", "bf16"},
+                                   {"latent_gather", "packed656"},
+                                   {"index_k_write", "e4m3"},
+                                   {"index_k_gather", "e4m3"}}) {
+    for (const int64_t n : {1, 256, 4096, 65536, 262144}) {
+      const double sets = std::clamp(kDistinctBytes / Maker::cache_rows_bytes(op, format, n), 1.0, 32.0);
+      rows.push_back({{"op", op},
+                      {"format", format},
+                      {"rows", n},
+                      {"sets", static_cast<int64_t>(sets)},
+                      {"peers", json::object()}});
+    }
+  }
+  return rows;
+}
+
+/// Bytes read and written in a microsecond by the driver's copy of a gigabyte.
+double copy_bytes_per_us(cudaStream_t stream) {
+  constexpr size_t kBytes = size_t{1} << 30;
+  constexpr int kCopies = 10;
+  Memory memory;
+  void *const from = memory.raw(kBytes), *const to = memory.raw(kBytes);
+  cudaEvent_t start, stop;
+  GANNET_CUDA(kName, cudaEventCreate(&start));
+  GANNET_CUDA(kName, cudaEventCreate(&stop));
+  std::vector<double> us;
+  for (int i = 0; i <= kCopies; ++i) {
+    GANNET_CUDA(kName, cudaEventRecord(start, stream));
+    GANNET_CUDA(kName, cudaMemcpyAsync(to, from, kBytes, cudaMemcpyDeviceToDevice, stream));
+    GANNET_CUDA(kName, cudaEventRecord(stop, stream));
+    GANNET_CUDA(kName, cudaEventSynchronize(stop));
+    if (i > 0) us.push_back(event_us(start, stop));
+  }
+  GANNET_CUDA(kName, cudaEventDestroy(start));
+  GANNET_CUDA(kName, cudaEventDestroy(stop));
+  std::sort(us.begin(), us.end());
+  return 2.0 * static_cast<double>(kBytes) / us[us.size() / 2];
+}
+
 }  // namespace
 
 int run_cuda_bench(const CudaBenchOptions& o) {
@@ -477,11 +570,13 @@ int run_cuda_bench(const CudaBenchOptions& o) {
   std::map<std::string, Summary> summaries;
   std::printf("%s\n%-20s %-44s %-14s %10s %8s %9s %9s %12s %7s\n", properties.name, "op", "shape", "impl", "us",
               "spread", "TFLOP/s", "GB/s", "best peer us", "ratio");
-  std::string line;
+  std::vector<json> rows;
+  for (std::string line; std::getline(in, line);)
+    if (!line.empty()) rows.push_back(json::parse(line));
+  for (json& row : rows_without_peers()) rows.push_back(std::move(row));
+  double copy_rate = 0;  // measured when a row asks for it
   int index = 0;
-  while (std::getline(in, line)) {
-    if (line.empty()) continue;
-    const json row = json::parse(line);
+  for (const json& row : rows) {
     if (!selected(row, o) || index++ % o.every != 0) continue;
     json shape = row;
     for (const char* key : {"op", "peers", "lens", "sets"}) shape.erase(key);
@@ -505,6 +600,10 @@ int run_cuda_bench(const CudaBenchOptions& o) {
     double best = INFINITY;
     for (const auto& [name, peer] : row["peers"].items())
       if (peer.value("rows_wrong", 0) == 0) best = std::min(best, peer["us"].get<double>());
+    if (row["peers"].empty()) {
+      if (copy_rate == 0) copy_rate = copy_bytes_per_us(stream);
+      best = problem->bytes / copy_rate;
+    }
     const double ratio = best / timing->median_us;
     summary.ratios.push_back(ratio);
     const double tflops = problem->flops / timing->median_us * 1e-6, gbps = problem->bytes / timing->median_us * 1e-3;
@@ -520,7 +619,7 @@ int run_cuda_bench(const CudaBenchOptions& o) {
       j["us_high"] = timing->high_us;
       j["tflops"] = tflops;
       j["gbps"] = gbps;
-      j["best_peer_us"] = best;
+      j[row["peers"].empty() ? "copy_us" : "best_peer_us"] = best;
       j["commit"] = kCommit;
       j["machine"] = properties.name;
       out << j.dump() << "\n";
