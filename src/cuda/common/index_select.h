@@ -20,6 +20,12 @@ using LaunchIndexLogits = void (*)(const char* function, const TensorView& q, co
 size_t workspace_index_select(const IndexSelect& p, int num_workers);
 void run_index_select(const IndexSelect& p, const RunContext& c, LaunchIndexLogits launch_logits);
 
+/// The same as an entry of a set.
+template <LaunchIndexLogits kLaunchLogits>
+void run_index_select_over(const IndexSelect& p, const RunContext& c) {
+  run_index_select(p, c, kLaunchLogits);
+}
+
 }  // namespace cuda
 }  // namespace v0
 }  // namespace gannet
