@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "verify/attention_compare.h"
 #include "verify/recorder.h"
@@ -19,8 +20,13 @@ namespace {
 constexpr double kScoreDeviation = 1.5;
 constexpr float kSoftmaxScale = static_cast<float>(kScoreDeviation / 24.0);
 
-// Of an e4m3 cache. No power of two, so that a scale which a kernel rounds is seen.
+// Of an e4m3 cache and of e4m3 queries. No power of two, so that a scale which a kernel rounds is seen.
 constexpr float kCacheScale = 0.03f;
+constexpr float kQueryScale = 0.37f;
+
+// Sinks of the heads in turn: like the scores, none, everything, and far off on both sides.
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kSinks[] = {0.3f, -kInfinity, kInfinity, -2.0f, 40.0f, -40.0f, 1.5f, 3.0f, -1000.0f};
 
 std::vector<std::byte> all_bytes(const Outputs& o) {
   std::vector<std::byte> all;
@@ -32,9 +38,9 @@ std::vector<std::byte> all_bytes(const Outputs& o) {
 
 struct DecodeProblem {
   Paged paged;
-  LatentPool pool;
-  Tensor q, out, lse;
-  MlaDecode params;
+  LatentPool pool = {};
+  Tensor q = {}, out = {}, lse = {}, sink = {}, max_logits = {};
+  MlaDecode params = {};
 };
 
 struct DecodeOptions {
@@ -46,13 +52,19 @@ struct DecodeOptions {
   int64_t padding = 0;  ///< elements after each row of q and out
   RowGeometry geometry{};
   bool lse = true;
+  bool sink = false;
+  bool max_logits = false;
+  int64_t row_gap_bytes = 0;
 };
 
 DecodeProblem make_decode(const PagedSpec& spec, const DecodeOptions& o) {
-  DecodeProblem d{.paged = Paged(spec), .pool = {}, .q = {}, .out = {}, .lse = {}, .params = {}};
-  d.pool = make_latent_pool(d.paged, o.format.cache, o.seed, o.poison, o.page_gap_bytes, o.geometry, kCacheScale);
+  DecodeProblem d{.paged = Paged(spec)};
+  d.pool = make_latent_pool(d.paged, o.format.cache, o.seed, o.poison, o.page_gap_bytes, o.geometry, kCacheScale,
+                            o.row_gap_bytes);
   d.q = make_tensor(o.format.q, {d.paged.num_rows, o.heads, o.geometry.width()}, o.padding);
-  fill_normal(d.q, Rng(o.seed + 1));
+  const bool quantised = o.format.q == DType::kE4m3;
+  fill_normal(d.q, Rng(o.seed + 1), quantised ? 1.0 / double{kQueryScale} : 1.0);
+  if (quantised) d.params.q_scale = kQueryScale;
   d.out = make_tensor(o.format.out, {d.paged.num_rows, o.heads, o.geometry.latent_dim}, o.padding);
   d.params.q = d.q.view;
   d.params.cache = d.pool.view;
@@ -63,21 +75,168 @@ DecodeProblem make_decode(const PagedSpec& spec, const DecodeOptions& o) {
     d.lse = make_tensor(DType::kF32, {d.paged.num_rows, o.heads}, o.padding > 0 ? 1 : 0);
     d.params.lse = d.lse.view;
   }
+  if (o.sink) {
+    d.sink = make_tensor(DType::kF32, {o.heads});
+    for (int64_t h = 0; h < o.heads; ++h) *d.sink.view.ptr<float>(h) = kSinks[h % std::ssize(kSinks)];
+    d.params.attn_sink = d.sink.view;
+  }
+  if (o.max_logits) {
+    d.max_logits = make_tensor(DType::kF32, {d.paged.num_rows, o.heads}, o.padding > 0 ? 3 : 0);
+    d.params.max_logits = d.max_logits.view;
+  }
   d.params.softmax_scale = kSoftmaxScale;
   return d;
+}
+
+/// Sets rotated value 0 of the key at a position, in whatever the format stores (times a token's scale, if it has one).
+void set_rope(const DecodeProblem& d, int64_t request, int64_t position, float x) {
+  const LatentCacheView& c = d.pool.view;
+  const int64_t slot = d.paged.slot(request, position), r = c.geometry.latent_dim;
+  std::byte* row = c.row(slot, c.row_stride());
+  const Bf16 half = Bf16::from_float(x);
+  switch (c.format) {
+    case LatentFormat::kF32: std::memcpy(row + 4 * r, &x, sizeof x); break;
+    case LatentFormat::kBf16: std::memcpy(row + 2 * r, &half, sizeof half); break;
+    case LatentFormat::kE4m3: row[r] = std::byte{E4m3::from_float(x).bits}; break;
+    case LatentFormat::kPacked656: std::memcpy(row + r + 4 * ((r + 127) / 128), &half, sizeof half); break;
+    case LatentFormat::kE4m3PerToken: {
+      std::byte* rope_plane = c.row(slot - slot % c.page_size, 0) + c.page_size * (r + 4);
+      std::memcpy(rope_plane + slot % c.page_size * 2 * c.geometry.rope_dim, &half, sizeof half);
+      break;
+    }
+  }
+}
+
+/// Gives scores of -inf: of every key where the query can be infinite, and of the keys in [begin, end) of each request
+/// where a key can. True if that was possible.
+bool make_scores_infinite(DecodeProblem& d, bool all, int64_t begin, int64_t end) {
+  const DType q = d.q.view.dtype;
+  const LatentFormat f = d.pool.view.format;
+  if (all ? q == DType::kE4m3 : f == LatentFormat::kE4m3) return false;
+  const int64_t r = d.pool.view.geometry.latent_dim;
+  for (int64_t t = 0; t < d.paged.num_rows; ++t)
+    for (int64_t h = 0; h < d.q.view.shape[1]; ++h) set(d.q.view, all ? -kInfinity : 1.0f, t, h, r);
+  for (size_t i = 0; i < d.paged.keys_of.size(); ++i) {
+    for (int64_t s = 0; s < d.paged.keys_of[i]; ++s) {
+      if (all) set_rope(d, static_cast<int64_t>(i), s, 1.0f);
+      else if (s >= begin && s < end) set_rope(d, static_cast<int64_t>(i), s, -kInfinity);
+    }
+  }
+  return true;
+}
+
+AttentionPrecision precision_of(const DecodeOptions& o) {
+  AttentionPrecision precision = o.format.precision();
+  precision.width = o.geometry.width();
+  // The deviation of the scores is sqrt(width) * scale.
+  precision.score_deviation = std::sqrt(precision.width) * kSoftmaxScale;
+  return precision;
 }
 
 void decode_case(Recorder& r, const std::string& case_class, const std::string& detail, const PagedSpec& spec,
                  const DecodeOptions& o) {
   const DecodeProblem d = make_decode(spec, o);
-  AttentionPrecision precision = o.format.precision();
-  precision.width = o.geometry.width();
-  // The deviation of the scores is sqrt(width) * scale.
-  precision.score_deviation = std::sqrt(precision.width) * kSoftmaxScale;
   check_case(r, {"mla_decode", o.format.name(), case_class, detail}, d.params,
              [&](const Outputs& oracle, const Outputs& got, Worst& worst) {
-               compare_attention(oracle, got, precision, o.heads, d.paged.keys_of_row, worst);
+               compare_attention(oracle, got, precision_of(o), o.heads, d.paged.keys_of_row, worst, d.sink.view);
              });
+}
+
+/// Row `row` alone, by the arguments of a decode call that a list has too.
+template <class Params>
+void cut_row(Params& p, int64_t row) {
+  p.q.data = static_cast<std::byte*>(p.q.data) + row * p.q.stride[0] * static_cast<int64_t>(size_of(p.q.dtype));
+  p.q.shape[0] = p.out.shape[0] = p.lse.shape[0] = p.max_logits.shape[0] = 1;
+}
+
+/// Whether each output of `single` is the part of `batch` that belongs to the row.
+Worst same_row(const Outputs& batch, const Outputs& single, int64_t row) {
+  Worst worst;
+  for (size_t i = 0; i < single.names.size(); ++i) {
+    const auto& part = single.bytes[i];
+    const bool same =
+        std::memcmp(batch.bytes[i].data() + static_cast<size_t>(row) * part.size(), part.data(), part.size()) == 0;
+    worst.see(same ? 0.0 : 1.0, 0.0, fmt::format("row {} {}", row, single.names[i]));
+  }
+  return worst;
+}
+
+/// A result is a function of its row alone: bit for bit the same in other company, memory and order.
+void decode_invariants(Recorder& r, const PagedSpec& mixed, const DecodeOptions& o, const std::string& detail) {
+  const DecodeProblem base = make_decode(mixed, o);
+  const Case c{"mla_decode", o.format.name(), "", detail};
+  check_workers(r, c, base.params);
+  {
+    std::vector<MlaDecode> variants = {base.params};
+    std::vector<DecodeProblem> keep;
+    for (const Poison poison : {Poison::kInf, Poison::kHuge, Poison::kZero}) {
+      DecodeOptions other = o;
+      other.poison = poison;
+      keep.push_back(make_decode(mixed, other));
+      variants.push_back(keep.back().params);
+    }
+    Case unused = c;
+    unused.case_class = "unused bytes";
+    check_same<MlaDecode>(r, unused, variants, all_bytes);
+  }
+  {
+    PagedSpec shuffled = mixed;
+    shuffled.page_seed = 99;
+    shuffled.form = PageTableForm::kCsr;
+    const DecodeProblem other = make_decode(shuffled, o);
+    Case order = c;
+    order.case_class = "page order";
+    check_same<MlaDecode>(r, order, {base.params, other.params}, all_bytes, true);
+  }
+  Case alone = c;
+  alone.case_class = "rows alone";
+  for_each_invariant_impl(r, alone, base.params, [&](const std::string& impl) {
+    const Outputs batch = run(base.params, {.impl = impl});
+    for (int64_t row = 0; row < base.paged.num_rows; ++row) {
+      const Paged one = base.paged.alone(row);
+      MlaDecode p = base.params;
+      cut_row(p, row);
+      p.pages = one.table();
+      p.rows = one.rows();
+      r.add(alone, impl, same_row(batch, run(p, {.impl = impl}), row));
+    }
+  });
+}
+
+/// Sinks, largest scores, rows with others between them, scores of -inf.
+void decode_optional_cases(Recorder& r, const AbsorbedFormat& format) {
+  // 513 and 1100 keys are two and three segments of the CPU kernels; 9 heads take every sink.
+  const PagedSpec some{.seq_lens = {0, 1, 2, 64, 65, 513, 1100}, .q_len = 2};
+  DecodeOptions o{.format = format, .heads = 9, .sink = true, .max_logits = true};
+  decode_case(r, "sink, largest score", "both", some, o);
+  o.padding = 16;
+  o.lse = false;
+  decode_case(r, "sink, largest score", "strided, no lse", some, o);
+  o.sink = false;
+  decode_case(r, "sink, largest score", "largest score alone", some, o);
+  o = {.format = format, .heads = 9, .sink = true};
+  decode_case(r, "sink, largest score", "sink alone", some, o);
+  o.max_logits = true;
+  decode_invariants(r, {.seq_lens = {1100, 65, 0, 1, 300, 64}, .q_len = 2}, o, "sink, largest score");
+  if (format.cache != LatentFormat::kE4m3PerToken) {
+    o = {.format = format, .page_gap_bytes = 64, .row_gap_bytes = 48};
+    decode_case(r, "rows apart", "48 bytes or a few more between rows", some, o);
+  }
+  const auto infinite = [&](const char* detail, bool options, bool all, int64_t begin, int64_t end) {
+    DecodeOptions x{.format = format, .heads = 9, .sink = options, .max_logits = options};
+    DecodeProblem d = make_decode(some, x);
+    if (!make_scores_infinite(d, all, begin, end)) return;
+    std::vector<int64_t> weighty;  // rows of which no key has a weight are like those without keys
+    for (const int64_t keys : d.paged.keys_of_row) weighty.push_back(all || keys <= end - begin ? 0 : keys);
+    check_case(r, {"mla_decode", format.name(), "scores of -inf", detail}, d.params,
+               [&](const Outputs& oracle, const Outputs& got, Worst& worst) {
+                 compare_attention(oracle, got, precision_of(x), x.heads, weighty, worst, d.sink.view);
+               });
+  };
+  infinite("all", false, true, 0, 0);
+  infinite("all, with a sink", true, true, 0, 0);
+  infinite("the first key", true, false, 0, 1);
+  infinite("the first 600 keys", true, false, 0, 600);
 }
 
 }  // namespace
@@ -130,60 +289,12 @@ void verify_mla_decode(Recorder& r) {
       decode_case(r, "no keys at all", fmt::format("{} requests", batch),
                   {.seq_lens = std::vector<int32_t>(batch, 0), .q_len = 2}, o);
 
-    // A result is a function of its row alone.
     o = {.format = format, .heads = 9};
-    const PagedSpec mixed{.seq_lens = {2100, 65, 0, 1, 300, 64}, .q_len = 3};
-    const DecodeProblem base = make_decode(mixed, o);
-    const Case c{"mla_decode", format.name(), "", "mixed lengths"};
-    check_workers(r, c, base.params);
+    decode_invariants(r, {.seq_lens = {2100, 65, 0, 1, 300, 64}, .q_len = 3}, o, "mixed lengths");
     // Fewer rows than workers: keys are shared out instead.
     const DecodeProblem one_row = make_decode({.seq_lens = {4200}}, o);
-    check_workers(r, c, one_row.params);
-    {
-      std::vector<MlaDecode> variants = {base.params};
-      std::vector<DecodeProblem> keep;
-      for (const Poison poison : {Poison::kInf, Poison::kHuge, Poison::kZero}) {
-        DecodeOptions other = o;
-        other.poison = poison;
-        keep.push_back(make_decode(mixed, other));
-        variants.push_back(keep.back().params);
-      }
-      Case unused = c;
-      unused.case_class = "unused bytes";
-      check_same<MlaDecode>(r, unused, variants, all_bytes);
-    }
-    {
-      PagedSpec shuffled = mixed;
-      shuffled.page_seed = 99;
-      shuffled.form = PageTableForm::kCsr;
-      const DecodeProblem other = make_decode(shuffled, o);
-      Case order = c;
-      order.case_class = "page order";
-      check_same<MlaDecode>(r, order, {base.params, other.params}, all_bytes, true);
-    }
-    Case alone = c;
-    alone.case_class = "rows alone";
-    for_each_invariant_impl(r, alone, base.params, [&](const std::string& impl) {
-      const Outputs batch = run(base.params, {.impl = impl});
-      for (int64_t row = 0; row < base.paged.num_rows; ++row) {
-        const Paged one = base.paged.alone(row);
-        MlaDecode p = base.params;
-        p.q.data = p.q.dtype == DType::kBf16 ? static_cast<void*>(p.q.ptr<Bf16>(row)) : p.q.ptr<float>(row);
-        p.q.shape[0] = p.out.shape[0] = p.lse.shape[0] = 1;
-        p.pages = one.table();
-        p.rows = one.rows();
-        const Outputs single = run(p, {.impl = impl});
-        Worst worst;
-        for (const char* name : {"out", "lse"}) {
-          const auto& whole = batch.of(name);
-          const auto& part = single.of(name);
-          const bool same =
-              std::memcmp(whole.data() + static_cast<size_t>(row) * part.size(), part.data(), part.size()) == 0;
-          worst.see(same ? 0.0 : 1.0, 0.0, fmt::format("row {} {}", row, name));
-        }
-        r.add(alone, impl, worst);
-      }
-    });
+    check_workers(r, {"mla_decode", format.name(), "", "one row"}, one_row.params);
+    decode_optional_cases(r, format);
   }
 }
 
@@ -193,9 +304,9 @@ namespace {
 
 struct SparseProblem {
   DecodeProblem decode;  ///< the pool, q and outputs; its rows give the candidates
-  Tensor slots, lens;
-  std::vector<int64_t> listed;  ///< entries of each row that count
-  SparseAttention params;
+  Tensor slots = {}, lens = {};
+  std::vector<int64_t> listed = {};  ///< entries of each row that count
+  SparseAttention params = {};
 };
 
 struct ListOptions {
@@ -204,10 +315,12 @@ struct ListOptions {
   bool with_lens = true;
   bool holes = false;       ///< invalid entries among the valid ones: -1, num_slots, huge
   bool everything = false;  ///< all keys in order
+  bool repeats = false;     ///< k entries whatever the number of keys: slots are listed more than once
+  bool wild_lens = false;   ///< lengths of lists that are negative or beyond k
 };
 
 SparseProblem make_sparse(const PagedSpec& spec, const DecodeOptions& o, const ListOptions& list) {
-  SparseProblem s{.decode = make_decode(spec, o), .slots = {}, .lens = {}, .listed = {}, .params = {}};
+  SparseProblem s{.decode = make_decode(spec, o)};
   const Paged& paged = s.decode.paged;
   s.slots = make_tensor(DType::kI32, {paged.num_rows, list.k});
   std::vector<int32_t> lens;
@@ -216,8 +329,9 @@ SparseProblem make_sparse(const PagedSpec& spec, const DecodeOptions& o, const L
   const int32_t invalid[] = {-1, num_slots, 0x7FFFFFFF, -0x7FFFFFFF};
   for (int64_t row = 0; row < paged.num_rows; ++row) {
     const int64_t keys = paged.keys_of_row[static_cast<size_t>(row)];
-    std::vector<int64_t> positions(static_cast<size_t>(keys));
-    for (size_t i = 0; i < positions.size(); ++i) positions[i] = static_cast<int64_t>(i);
+    std::vector<int64_t> positions(static_cast<size_t>(list.repeats && keys > 0 ? list.k : keys));
+    for (size_t i = 0; i < positions.size(); ++i)
+      positions[i] = list.repeats ? rng.below(keys) : static_cast<int64_t>(i);
     if (!list.everything) {
       for (size_t i = positions.size(); i > 1; --i)
         std::swap(positions[i - 1], positions[static_cast<size_t>(rng.below(static_cast<int64_t>(i)))]);
@@ -232,10 +346,12 @@ SparseProblem make_sparse(const PagedSpec& spec, const DecodeOptions& o, const L
       out[column++] = static_cast<int32_t>(paged.slot(paged.request_of_row[static_cast<size_t>(row)], position));
       ++taken;
     }
-    s.listed.push_back(taken);
-    lens.push_back(static_cast<int32_t>(column));
-    // Behind the list: with lens anything at all, a real slot of somebody else included; without, the invalid ones.
-    for (; column < list.k; ++column) out[column] = list.with_lens && column % 2 == 0 ? 0 : invalid[column % 4];
+    const bool cut = list.wild_lens && row % 3 == 0;  // a list of a length below 0 has none of its entries
+    s.listed.push_back(cut ? 0 : taken);
+    lens.push_back(cut ? -5 : static_cast<int32_t>(list.wild_lens ? list.k + 7 : column));
+    // Behind the list: with its length anything at all, a real slot of somebody else included; without, invalid ones.
+    const bool ends = list.with_lens && !list.wild_lens;
+    for (; column < list.k; ++column) out[column] = ends && column % 2 == 0 ? 0 : invalid[column % 4];
   }
   s.params.q = s.decode.params.q;
   s.params.cache = s.decode.params.cache;
@@ -246,20 +362,101 @@ SparseProblem make_sparse(const PagedSpec& spec, const DecodeOptions& o, const L
   }
   s.params.out = s.decode.params.out;
   s.params.lse = s.decode.params.lse;
-  s.params.softmax_scale = kSoftmaxScale;
+  s.params.attn_sink = s.decode.params.attn_sink;
+  s.params.max_logits = s.decode.params.max_logits;
+  s.params.softmax_scale = s.decode.params.softmax_scale;
+  s.params.q_scale = s.decode.params.q_scale;
   return s;
 }
 
 void sparse_case(Recorder& r, const std::string& case_class, const std::string& detail, const PagedSpec& spec,
                  const DecodeOptions& o, const ListOptions& list) {
   const SparseProblem s = make_sparse(spec, o, list);
-  AttentionPrecision precision = o.format.precision();
-  precision.width = o.geometry.width();
-  precision.score_deviation = std::sqrt(precision.width) * kSoftmaxScale;
   check_case(r, {"sparse_attention", o.format.name(), case_class, detail}, s.params,
              [&](const Outputs& oracle, const Outputs& got, Worst& worst) {
-               compare_attention(oracle, got, precision, o.heads, s.listed, worst);
+               compare_attention(oracle, got, precision_of(o), o.heads, s.listed, worst, s.decode.sink.view);
              });
+}
+
+void sparse_invariants(Recorder& r, const PagedSpec& mixed, const DecodeOptions& o, const ListOptions& list,
+                       const std::string& detail) {
+  const SparseProblem base = make_sparse(mixed, o, list);
+  const Case c{"sparse_attention", o.format.name(), "", detail};
+  check_workers(r, c, base.params);
+  {
+    std::vector<SparseAttention> variants = {base.params};
+    std::vector<SparseProblem> keep;
+    for (const Poison poison : {Poison::kInf, Poison::kHuge, Poison::kZero}) {
+      DecodeOptions other = o;
+      other.poison = poison;
+      keep.push_back(make_sparse(mixed, other, list));
+      variants.push_back(keep.back().params);
+    }
+    Case unused = c;
+    unused.case_class = "unused bytes";
+    check_same<SparseAttention>(r, unused, variants, all_bytes);
+    PagedSpec shuffled = mixed;
+    shuffled.page_seed = 99;
+    const SparseProblem other = make_sparse(shuffled, o, list);
+    Case order = c;
+    order.case_class = "page order";
+    check_same<SparseAttention>(r, order, {base.params, other.params}, all_bytes, true);
+  }
+  Case alone = c;
+  alone.case_class = "rows alone";
+  for_each_invariant_impl(r, alone, base.params, [&](const std::string& impl) {
+    const Outputs batch = run(base.params, {.impl = impl});
+    for (int64_t row = 0; row < base.decode.paged.num_rows; ++row) {
+      SparseAttention p = base.params;
+      cut_row(p, row);
+      p.topk_slots.data = p.topk_slots.ptr<int32_t>(row);
+      p.topk_lens.data = p.topk_lens.ptr<int32_t>(row);
+      p.topk_slots.shape[0] = p.topk_lens.shape[0] = 1;
+      r.add(alone, impl, same_row(batch, run(p, {.impl = impl}), row));
+    }
+  });
+}
+
+/// Sinks, largest scores, rows with others between them, scores of -inf, long lists, lengths of lists out of range.
+void sparse_optional_cases(Recorder& r, const AbsorbedFormat& format) {
+  const PagedSpec some{.seq_lens = {0, 1, 64, 65, 1100}, .q_len = 2};
+  DecodeOptions o{.format = format, .heads = 9, .sink = true, .max_logits = true};
+  for (const int64_t k : {1, 77, 1030})
+    sparse_case(r, "sink, largest score", fmt::format("k {}", k), some, o, {.k = k});
+  o.padding = 16;
+  o.lse = false;
+  sparse_case(r, "sink, largest score", "strided, no lse, invalid entries", some, o, {.k = 600, .holes = true});
+  o.sink = false;
+  sparse_case(r, "sink, largest score", "largest score alone", some, o, {.k = 96});
+  o = {.format = format, .heads = 9, .sink = true};
+  sparse_case(r, "sink, largest score", "sink alone", some, o, {.k = 96});
+  o.max_logits = true;
+  sparse_invariants(r, {.seq_lens = {1100, 65, 0, 1}, .q_len = 2}, o, {.k = 700, .holes = true}, "sink, largest score");
+  if (format.cache != LatentFormat::kE4m3PerToken) {
+    o = {.format = format, .page_gap_bytes = 64, .row_gap_bytes = 48};
+    sparse_case(r, "rows apart", "48 bytes or a few more between rows", some, o, {.k = 96});
+    sparse_case(r, "rows apart", "flat", some, {.format = format, .row_gap_bytes = 48}, {.k = 96});
+  }
+  o = {.format = format};
+  sparse_case(r, "lengths of lists", "below 0 and beyond k", some, o, {.k = 100, .wild_lens = true});
+  o.heads = 1;
+  for (const int64_t k : {16384, 20001})
+    sparse_case(r, "lists of any length", fmt::format("k {}", k), {.seq_lens = {300, 0, 90}}, o,
+                {.k = k, .with_lens = k == 16384, .repeats = true});
+  const auto infinite = [&](const char* detail, bool options, bool all, int64_t begin, int64_t end) {
+    DecodeOptions x{.format = format, .heads = 9, .sink = options, .max_logits = options};
+    SparseProblem s = make_sparse(some, x, {.k = 1100, .everything = true});
+    if (!make_scores_infinite(s.decode, all, begin, end)) return;
+    std::vector<int64_t> weighty;
+    for (const int64_t n : s.listed) weighty.push_back(all || n <= end - begin ? 0 : n);
+    check_case(r, {"sparse_attention", format.name(), "scores of -inf", detail}, s.params,
+               [&](const Outputs& oracle, const Outputs& got, Worst& worst) {
+                 compare_attention(oracle, got, precision_of(x), x.heads, weighty, worst, s.decode.sink.view);
+               });
+  };
+  infinite("all", false, true, 0, 0);
+  infinite("all, with a sink", true, true, 0, 0);
+  infinite("the first 600 keys", true, false, 0, 600);
 }
 
 }  // namespace
@@ -314,53 +511,11 @@ void verify_sparse_attention(Recorder& r) {
     }
 
     o = {.format = format, .heads = 9};
-    const PagedSpec mixed{.seq_lens = {1500, 65, 0, 1, 300, 64}, .q_len = 3};
-    const ListOptions list{.k = 700, .holes = true};
-    const SparseProblem base = make_sparse(mixed, o, list);
-    const Case c{"sparse_attention", format.name(), "", "mixed lengths"};
-    check_workers(r, c, base.params);
+    sparse_invariants(r, {.seq_lens = {1500, 65, 0, 1, 300, 64}, .q_len = 3}, o, {.k = 700, .holes = true},
+                      "mixed lengths");
     const SparseProblem one_row = make_sparse({.seq_lens = {2500}}, o, {.k = 2048});
-    check_workers(r, c, one_row.params);
-    {
-      std::vector<SparseAttention> variants = {base.params};
-      std::vector<SparseProblem> keep;
-      for (const Poison poison : {Poison::kInf, Poison::kHuge, Poison::kZero}) {
-        DecodeOptions other = o;
-        other.poison = poison;
-        keep.push_back(make_sparse(mixed, other, list));
-        variants.push_back(keep.back().params);
-      }
-      Case unused = c;
-      unused.case_class = "unused bytes";
-      check_same<SparseAttention>(r, unused, variants, all_bytes);
-      PagedSpec shuffled = mixed;
-      shuffled.page_seed = 99;
-      const SparseProblem other = make_sparse(shuffled, o, list);
-      Case order = c;
-      order.case_class = "page order";
-      check_same<SparseAttention>(r, order, {base.params, other.params}, all_bytes, true);
-    }
-    Case alone = c;
-    alone.case_class = "rows alone";
-    for_each_invariant_impl(r, alone, base.params, [&](const std::string& impl) {
-      const Outputs batch = run(base.params, {.impl = impl});
-      for (int64_t row = 0; row < base.decode.paged.num_rows; ++row) {
-        SparseAttention p = base.params;
-        p.q.data = p.q.dtype == DType::kBf16 ? static_cast<void*>(p.q.ptr<Bf16>(row)) : p.q.ptr<float>(row);
-        p.topk_slots.data = p.topk_slots.ptr<int32_t>(row);
-        p.topk_lens.data = p.topk_lens.ptr<int32_t>(row);
-        p.q.shape[0] = p.out.shape[0] = p.lse.shape[0] = p.topk_slots.shape[0] = p.topk_lens.shape[0] = 1;
-        const Outputs single = run(p, {.impl = impl});
-        Worst worst;
-        for (const char* name : {"out", "lse"}) {
-          const auto& part = single.of(name);
-          const bool same = std::memcmp(batch.of(name).data() + static_cast<size_t>(row) * part.size(), part.data(),
-                                        part.size()) == 0;
-          worst.see(same ? 0.0 : 1.0, 0.0, fmt::format("row {} {}", row, name));
-        }
-        r.add(alone, impl, worst);
-      }
-    });
+    check_workers(r, {"sparse_attention", format.name(), "", "one row"}, one_row.params);
+    sparse_optional_cases(r, format);
   }
 }
 
@@ -522,6 +677,19 @@ void verify_ragged_prefill(Recorder& r) {
               before.insert(before.end(), b.begin(), b.begin() + static_cast<std::ptrdiff_t>(b.size()) / kRows * kKey);
             return before;
           });
+    }
+    o = {.dtype = dtype, .out = out};
+    {  // scores of -inf: one infinite factor of every row, a positive one of every key
+      const PrefillProblem s = make_prefill({65, 2, 3}, {70, 600, 1}, o);
+      for (int64_t h = 0; h < o.heads; ++h) {
+        for (int64_t t = 0; t < s.q.view.shape[0]; ++t) set(s.q.view, -kInfinity, t, h, 0);
+        for (int64_t t = 0; t < s.k.view.shape[0]; ++t) set(s.k.view, 1.0f, t, h, 0);
+      }
+      const std::vector<int64_t> no_weight(s.keys_of_row.size(), 0);
+      check_case(r, {"ragged_prefill", prefill_format(o), "scores of -inf", "all"}, s.params,
+                 [&](const Outputs& oracle, const Outputs& got, Worst& worst) {
+                   compare_attention(oracle, got, {}, o.heads, no_weight, worst);
+                 });
     }
 
     // Bit for bit: workers; each request alone.

@@ -21,6 +21,17 @@ Params placed_on(DeviceKind kind, const Params& params) {
   return p;
 }
 
+/// Bytes from `data` to behind the last token: of a view of one head among several, less than whole pages.
+inline int64_t extent_of(const LatentCacheView& c) {
+  if (c.num_pages == 0) return 0;
+  const int64_t row_bytes = latent_row_bytes(c.format, c.geometry);
+  return (c.num_pages - 1) * c.page_stride_bytes + (c.page_size - 1) * c.row_stride() + row_bytes;
+}
+inline int64_t extent_of(const IndexCacheView& c) {
+  if (c.num_pages == 0) return 0;
+  return (c.num_pages - 1) * c.page_stride_bytes + c.page_size * index_k_token_bytes(c.format, c.head_dim);
+}
+
 /// Copies of host memory on CUDA device 0. Ranges that overlap on the host overlap there in the same way. In a build
 /// without CUDA every member throws Error(kUnsupported).
 class DeviceMirror {
@@ -31,7 +42,7 @@ class DeviceMirror {
   template <class Params>
   Params to_device(const Params& host) {
     Params::for_each_view(host, [&](const char*, const TensorView& v) { note(v.data, extent(v)); });
-    if constexpr (requires { host.cache; }) note(host.cache.data, host.cache.num_pages * host.cache.page_stride_bytes);
+    if constexpr (requires { host.cache; }) note(host.cache.data, extent_of(host.cache));
     copy_there();
     Params p = placed_on(DeviceKind::kCuda, host);
     Params::for_each_view(p, [&](const char*, TensorView& v) { v.data = on_device(v.data); });

@@ -50,6 +50,7 @@ struct IndexerOptions {
   int64_t padding = 0;
   bool integers = false;  ///< whole numbers everywhere: every sum is exact, and ties abound
   bool nans = false;      ///< NaN in keys 3 and 65 of each request and in a query of the last row
+  DType logits = DType::kF32;
 };
 
 struct IndexerProblem {
@@ -98,9 +99,9 @@ IndexerProblem make_indexer(const PagedSpec& spec, const IndexerOptions& o) {
   return s;
 }
 
-IndexLogits logits_of(IndexerProblem& s) {
+IndexLogits logits_of(IndexerProblem& s, DType dtype = DType::kF32) {
   const int64_t columns = s.paged.max_keys() + 5;
-  s.logits = make_tensor(DType::kF32, {s.paged.num_rows, columns}, 3);
+  s.logits = make_tensor(dtype, {s.paged.num_rows, columns}, 3);
   IndexLogits p;
   p.q = s.q.view;
   p.weights = s.weights.view;
@@ -151,9 +152,10 @@ double score_tolerance(const IndexerOptions& o, double row_bound, const std::str
 void logits_case(Recorder& r, const std::string& case_class, const std::string& detail, const PagedSpec& spec,
                  const IndexerOptions& o) {
   IndexerProblem s = make_indexer(spec, o);
-  const IndexLogits p = logits_of(s);
+  const IndexLogits p = logits_of(s, o.logits);
   const std::vector<double> scales = row_bounds(s);
   const auto columns = static_cast<size_t>(p.logits.shape[1]);
+  const double rounding = o.logits == DType::kBf16 ? kUnitBf16 : 0.0;
   const Case c{"index_logits", o.format.name(), case_class, detail};
   Outputs oracle;  // when somebody takes the case
   for_each_impl(r, c, p, [&](const std::string& impl) {
@@ -166,12 +168,14 @@ void logits_case(Recorder& r, const std::string& case_class, const std::string& 
       const size_t row = e / columns;
       const std::string place = fmt::format("row {} key {}", row, e % columns);
       if (static_cast<int64_t>(e % columns) >= s.paged.keys_of_row[row]) {
-        worst.see(std::memcmp(&want[e], &have[e], 4) == 0 ? 0.0 : 1.0, 0.0, place + " was written");
+        uint32_t bits;
+        std::memcpy(&bits, &have[e], sizeof bits);
+        worst.see(bits >> 16 == 0xFFFF ? 0.0 : 1.0, 0.0, place + " was written");
       } else if (std::isnan(want[e]) || std::isnan(have[e])) {
         worst.see(std::isnan(want[e]) == std::isnan(have[e]) ? 0.0 : 1.0, 0.0, place + " NaN or not");
       } else {
         worst.see(std::fabs(static_cast<double>(have[e]) - want[e]),
-                  o.integers ? 0.0 : score_tolerance(o, scales[row], impl), place);
+                  (o.integers ? 0.0 : score_tolerance(o, scales[row], impl)) + rounding * std::fabs(want[e]), place);
       }
     }
     if (!got.fault.empty()) worst = {1.0, 0.0, got.fault, true};
@@ -339,6 +343,36 @@ void verify_index_logits(Recorder& r) {
     logits_case(r, "no requests", "", {.seq_lens = {}}, o);
     logits_case(r, "no keys at all", "", {.seq_lens = std::vector<int32_t>(33, 0), .q_len = 3}, o);
 
+    // bf16 logits are the fp32 ones of the same implementation, rounded once.
+    o.logits = DType::kBf16;
+    for (const int64_t heads : {1, 8, 64}) {
+      o.heads = heads;
+      logits_case(r, "bf16 logits", fmt::format("{} heads", heads),
+                  {.seq_lens = {0, 1, 15, 64, 65, 575, 576, 577, 1300}, .q_len = 2}, o);
+    }
+    o = {.format = format, .heads = 3, .page_gap_bytes = 4096, .padding = 16, .logits = DType::kBf16};
+    logits_case(r, "bf16 logits", "strided", {.seq_lens = {65, 300}, .q_len = 2, .page_size = 16}, o);
+    {
+      IndexerProblem s = make_indexer({.seq_lens = {1300, 0, 65}, .q_len = 3}, o);
+      IndexerProblem again = s;
+      const IndexLogits wide = logits_of(s), narrow = logits_of(again, DType::kBf16);
+      const Case rounded{"index_logits", format.name(), "bf16 logits", "against fp32 ones"};
+      for_each_impl(r, rounded, narrow, [&](const std::string& impl) {
+        const std::vector<float> whole = run(wide, {.impl = impl}).floats("logits");
+        const std::vector<float> half = run(narrow, {.impl = impl}).floats("logits");
+        Worst worst;
+        for (size_t e = 0; e < whole.size(); ++e) {
+          if (static_cast<int64_t>(e % static_cast<size_t>(wide.logits.shape[1])) >=
+              s.paged.keys_of_row[e / static_cast<size_t>(wide.logits.shape[1])])
+            continue;
+          worst.see(Bf16::from_float(whole[e]).to_float() == half[e] ? 0.0 : 1.0, 0.0, fmt::format("element {}", e));
+        }
+        r.add(rounded, impl, worst);
+      });
+      check_workers(r, {"index_logits", format.name(), "", "bf16 logits"}, narrow);
+    }
+    o = {.format = format};
+
     const PagedSpec mixed{.seq_lens = {2100, 65, 0, 1, 300, 64}, .q_len = 3};
     IndexerProblem base = make_indexer(mixed, o);
     const IndexLogits p = logits_of(base);
@@ -444,44 +478,42 @@ TopKProblem make_topk(const ScoreKind& kind, const std::vector<int32_t>& lens, i
   return s;
 }
 
-}  // namespace
-
-void verify_topk(Recorder& r) {
-  const std::string format = "scores fp32";
+/// bf16 scores tie far more often; the shapes at which the kernels take other ways are the same, so fewer of them.
+void verify_topk_of(Recorder& r, DType dtype) {
+  const std::string format = fmt::format("scores {}", to_string(dtype));
+  const std::vector<int64_t> widths =
+      dtype == DType::kF32 ? std::vector<int64_t>{1, 7, 64, 65, 256, 2048} : std::vector<int64_t>{1, 65, 2048};
   for (const ScoreKind& kind : kScoreKinds) {
-    for (const int64_t k : {1, 7, 64, 65, 256, 2048}) {
+    for (const int64_t k : widths) {
       const auto n = static_cast<int32_t>(k);
       const std::vector<int32_t> lens = {-3, 0, 1, n - 1, n, n + 1, n + 17, 2 * n + 5, 4 * n + 1};
-      const TopKProblem s = make_topk(kind, lens, k, static_cast<uint64_t>(k));
+      const TopKProblem s = make_topk(kind, lens, k, static_cast<uint64_t>(k), dtype);
       check_case(r, {"topk", format, kind.name, fmt::format("k {}", k)}, s.params, same_bits);
     }
     // The rows that broke others: long ones at a width that is not a power of two.
-    const TopKProblem s = make_topk(kind, {16385, 8320, 131072}, 2048, 5);
+    const TopKProblem s = make_topk(kind, {16385, 8320, 131072}, 2048, 5, dtype);
     check_case(r, {"topk", format, kind.name, "131072, k 2048"}, s.params, same_bits);
   }
-  // bf16 scores; rows and selections beyond what a kernel may hold in its fast memory; more long rows than processors.
+  // Rows and selections beyond what a kernel may hold in its fast memory; more long rows than processors.
   for (const size_t i : {0, 6, 9, 13}) {
     const ScoreKind& kind = kScoreKinds[i];
-    for (const DType dtype : {DType::kF32, DType::kBf16}) {
-      const std::string scores = fmt::format("scores {}", to_string(dtype));
-      const auto add = [&](const std::vector<int32_t>& lens, int64_t k, const char* detail) {
-        const TopKProblem large = make_topk(kind, lens, k, 6, dtype);
-        check_case(r, {"topk", scores, kind.name, detail}, large.params, same_bits);
-      };
-      add({0, 5, 64, 65, 66, 77, 261, 8193}, 64, "k 64");
-      add({400000, 16385, 9000}, 2048, "400000, k 2048");
-      add({70000, 30001, 30000, 9000}, 30000, "70000, k 30000");
-      add({40000, 20000, 16385}, 16384, "40000, k 16384");
-      if (i == 0) add(std::vector<int32_t>(137, 20999), 2048, "137 rows of 20999, k 2048");
-    }
+    const auto add = [&](const std::vector<int32_t>& lens, int64_t k, const char* detail) {
+      const TopKProblem large = make_topk(kind, lens, k, 6, dtype);
+      check_case(r, {"topk", format, kind.name, detail}, large.params, same_bits);
+    };
+    add({0, 5, 64, 65, 66, 77, 261, 8193}, 64, "k 64");
+    add({400000, 16385, 9000}, 2048, "400000, k 2048");
+    add({70000, 30001, 30000, 9000}, 30000, "70000, k 30000");
+    add({40000, 20000, 16385}, 16384, "40000, k 16384");
+    if (i == 0) add(std::vector<int32_t>(137, 20999), 2048, "137 rows of 20999, k 2048");
   }
-  const TopKProblem s = make_topk(kScoreKinds[13], {5000, 100, 0, 3000, 2049, 20000, 2048, 1}, 2048, 9);
+  const TopKProblem s = make_topk(kScoreKinds[13], {5000, 100, 0, 3000, 2049, 20000, 2048, 1}, 2048, 9, dtype);
   const Case c{"topk", format, "20 runs", "duplicates"};
   check_workers(r, c, s.params);
   for (const ScoreKind& kind : kScoreKinds) {  // fewer rows than workers: columns are shared out instead
-    const TopKProblem one = make_topk(kind, {131072}, 2048, 3);
+    const TopKProblem one = make_topk(kind, {131072}, 2048, 3, dtype);
     check_workers(r, {"topk", format, "", kind.name}, one.params);
-    const TopKProblem two = make_topk(kind, {70000, 900}, 2048, 4);
+    const TopKProblem two = make_topk(kind, {70000, 900}, 2048, 4, dtype);
     check_workers(r, {"topk", format, "", kind.name}, two.params);
   }
   check_same<TopK>(r, c, std::vector<TopK>(20, s.params), all_bytes);
@@ -491,7 +523,8 @@ void verify_topk(Recorder& r) {
     const Outputs batch = run(s.params, {.impl = impl});
     for (int64_t row = 0; row < s.params.logits.shape[0]; ++row) {
       TopK p = s.params;
-      p.logits.data = p.logits.ptr<float>(row);
+      p.logits.data = static_cast<std::byte*>(p.logits.data) +
+                      row * p.logits.stride[0] * static_cast<int64_t>(size_of(p.logits.dtype));
       p.lens.data = p.lens.ptr<int32_t>(row);
       p.logits.shape[0] = p.lens.shape[0] = p.positions.shape[0] = p.counts.shape[0] = 1;
       const Outputs single = run(p, {.impl = impl});
@@ -507,8 +540,20 @@ void verify_topk(Recorder& r) {
       r.add(alone, impl, worst);
     }
   });
-  const TopKProblem none = make_topk(kScoreKinds[0], {}, 8, 1);
+  {  // wide lists, and lists wider than the rows that they come from
+    const TopKProblem wide = make_topk(kScoreKinds[13], {-3, 0, 100, 19999, 20000, 20001, 40000}, 20000, 6, dtype);
+    check_case(r, {"topk", format, "lists of any length", "k 20000"}, wide.params, same_bits);
+    const TopKProblem short_rows = make_topk(kScoreKinds[13], {100, 0, 7}, 16384, 7, dtype);
+    check_case(r, {"topk", format, "lists of any length", "k 16384 of 103 columns"}, short_rows.params, same_bits);
+  }
+  const TopKProblem none = make_topk(kScoreKinds[0], {}, 8, 1, dtype);
   check_case(r, {"topk", format, "no rows", ""}, none.params, same_bits);
+}
+
+}  // namespace
+
+void verify_topk(Recorder& r) {
+  for (const DType dtype : {DType::kF32, DType::kBf16}) verify_topk_of(r, dtype);
 }
 
 // ---- index_select -------------------------------------------------------------------------------------------------
@@ -525,8 +570,19 @@ void verify_index_select(Recorder& r) {
                   o, k);
     o.heads = 2;
     select_case(r, "lengths around k", "k 2048", {.seq_lens = {2047, 2048, 2049, 3000}}, o, 2048);
-    o.heads = 64;
-    select_case(r, "heads", "64 heads", {.seq_lens = {300}}, o, 64);
+    for (const int64_t heads : {1, 2, 16, 32, 64}) {
+      o.heads = heads;
+      for (const int32_t dim : {32, 64, 128}) {
+        o.head_dim = dim;
+        select_case(r, "heads 1 to 64, dims 32 to 128", fmt::format("{} heads of {}", heads, dim),
+                    {.seq_lens = {300, 40}}, o, 64);
+      }
+    }
+    o.heads = 1;
+    o.head_dim = 32;
+    for (const int64_t k : {16384, 20000})
+      select_case(r, "lists of any length", fmt::format("k {}", k), {.seq_lens = {17000, 100}}, o, k);
+    o.head_dim = 128;
     o.heads = 5;
     o.integers = true;
     for (const int32_t q_len : {1, 2, 5, 8})

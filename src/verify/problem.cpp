@@ -280,8 +280,7 @@ void change_packed_scales(const Paged& paged, const LatentCacheView& cache) {
   for (size_t i = 0; i < paged.keys_of.size(); ++i) {
     for (int64_t t = 1; t < paged.keys_of[i]; t += 2) {
       std::byte* scales =
-          cache.row(paged.slot(static_cast<int64_t>(i), t), latent_row_bytes(cache.format, cache.geometry)) +
-          cache.geometry.latent_dim;
+          cache.row(paged.slot(static_cast<int64_t>(i), t), cache.row_stride()) + cache.geometry.latent_dim;
       for (int32_t g = 0; g < cache.geometry.latent_dim / kGroup; ++g) {
         float scale;
         std::memcpy(&scale, scales + g * sizeof scale, sizeof scale);
@@ -295,7 +294,7 @@ void change_packed_scales(const Paged& paged, const LatentCacheView& cache) {
 }  // namespace
 
 LatentPool make_latent_pool(const Paged& paged, LatentFormat format, uint64_t seed, Poison poison,
-                            int64_t page_gap_bytes, RowGeometry geometry, float scale) {
+                            int64_t page_gap_bytes, RowGeometry geometry, float scale, int64_t row_gap_bytes) {
   LatentPool pool;
   pool.view.format = format;
   pool.view.geometry = geometry;
@@ -303,7 +302,12 @@ LatentPool make_latent_pool(const Paged& paged, LatentFormat format, uint64_t se
   const DType as = format == LatentFormat::kF32    ? DType::kF32
                    : format == LatentFormat::kBf16 ? DType::kBf16
                                                    : DType::kE4m3;
-  pool.buffer = make_pages(paged, pool.view, latent_row_bytes(format, geometry), poison, as, page_gap_bytes);
+  if (row_gap_bytes > 0) {
+    const auto alignment = static_cast<int64_t>(kBaseAlignment);
+    pool.view.row_stride_bytes =
+        (latent_row_bytes(format, geometry) + row_gap_bytes + alignment - 1) / alignment * alignment;
+  }
+  pool.buffer = make_pages(paged, pool.view, pool.view.row_stride(), poison, as, page_gap_bytes);
   Tensor rows = used_rows(paged, geometry.width(), seed, false);
   std::vector<int64_t> slots = used_slots(paged);
   const auto n = static_cast<int64_t>(slots.size());
@@ -467,7 +471,7 @@ Outputs run(const Params& params, const RunOptions& options) {
   }
   std::shared_ptr<Buffer> cache;
   if constexpr (kWritesCache<Params>) {
-    const auto size = static_cast<size_t>(p.cache.num_pages * p.cache.page_stride_bytes);
+    const auto size = static_cast<size_t>(extent_of(p.cache));
     cache = std::make_shared<Buffer>(size);
     if (size > 0) std::memcpy(cache->data(), p.cache.data, size);
     p.cache.data = cache->data();

@@ -104,9 +104,10 @@ struct LatentPool {
   LatentCacheView view;
 };
 /// A pool with the keys of every request of `paged`, the same (request, position) always the same row; every other byte
-/// poisoned: other slots, other pages (page 0 too), the gaps between pages.
+/// poisoned: other slots, other pages (page 0 too), the gaps between pages and between rows.
 LatentPool make_latent_pool(const Paged& paged, LatentFormat format, uint64_t seed, Poison poison = Poison::kNan,
-                            int64_t page_gap_bytes = 0, RowGeometry geometry = {}, float scale = 0.03125f);
+                            int64_t page_gap_bytes = 0, RowGeometry geometry = {}, float scale = 0.03125f,
+                            int64_t row_gap_bytes = 0);
 
 struct IndexPool {
   std::shared_ptr<Buffer> buffer;

@@ -59,6 +59,13 @@ inline double lse_tolerance(const AttentionPrecision& p, double lse) {
   return fp32 + kUnitBf16 * (1.0 + (p.rounds_inputs ? 4.0 * p.score_deviation : 0.0));
 }
 
+/// |max_logit - oracle|: the error of one score, so lse_tolerance with one key, but for the rounding of weights.
+inline double max_logit_tolerance(const AttentionPrecision& p, double max_logit) {
+  const double fp32 =
+      kUnitFp32 * (4.0 * std::sqrt(p.width) * std::max(1.0, p.score_deviation) + 16.0 + 4.0 * std::fabs(max_logit));
+  return fp32 + (p.fp32 || !p.rounds_inputs ? 0.0 : kUnitBf16 * 4.0 * p.score_deviation);
+}
+
 /// |logit - oracle| of index_logits, elementwise. Products of bf16 and e4m3 values are exact and fp32 queries or keys
 /// are not rounded, so only sums in fp32 count: `bound` is sum over heads of |w| ||q|| * ||k||, which no partial sum
 /// exceeds.

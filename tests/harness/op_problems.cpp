@@ -219,7 +219,8 @@ Absorbed draw_absorbed(Source& in, const Surroundings& around, Keep& keep, bool 
              .lse = {},
              .max_logits = {},
              .text = {}};
-  if (sparse && a.format.cache == LatentFormat::kE4m3PerToken) a.format.cache = LatentFormat::kPacked656;
+  if (sparse && a.format.cache == LatentFormat::kE4m3PerToken)
+    a.format.cache = a.format.q == DType::kE4m3 ? LatentFormat::kE4m3 : LatentFormat::kPacked656;
   RowGeometry g = in.pick(kGeometries);
   if (a.format.cache != LatentFormat::kPacked656 && in.one_in(4)) g = in.pick(kOddGeometries);
   if (in.one_in(6)) a.format.out = a.format.out == DType::kF32 ? DType::kBf16 : DType::kF32;

@@ -185,6 +185,11 @@ TEST(KvLayouts, PartsOfARowLieWhereTheDocumentSays) {
   const LatentCacheView bf16{
       .data = &base, .format = LatentFormat::kBf16, .num_pages = 4, .page_size = 64, .page_stride_bytes = 73728};
   EXPECT_EQ(reinterpret_cast<char*>(bf16.row(kSlot, 1152)) - &base, 226944);
+  // One of several KV heads.
+  LatentCacheView pool = bf16;
+  pool.page_stride_bytes = 3 * 73728;
+  const LatentCacheView head = gannet::kv_head_of(pool, 3, 2);
+  EXPECT_EQ(reinterpret_cast<char*>(head.row(kSlot, head.row_stride())) - &base, 683136);
 }
 
 TEST(KvLayouts, IndexKeysLieWhereTheDocumentSays) {

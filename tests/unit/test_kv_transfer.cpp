@@ -348,6 +348,10 @@ TEST(KvTransfer, RefusesBeforeItCopies) {
   bad[0].index->data = nullptr;
   refused([&] { copy_pages(bad, {}); }, "the index cache of layer 0 has no data");
   bad = layers;
+  bad[1].latent.row_stride_bytes = latent_row_bytes(bad[1].latent.format, bad[1].latent.geometry) + 16;
+  bad[1].latent.page_stride_bytes *= 2;
+  refused([&] { copy_slots(bad, {}); }, "the latent cache of layer 1 has a row_stride_bytes of");
+  bad = layers;
   bad[0].latent.page_stride_bytes = 16;
   refused([&] { (void)exported_bytes(bad, 1); }, "page_stride_bytes is 16");
 }

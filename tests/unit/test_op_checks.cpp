@@ -110,6 +110,18 @@ void expect_bad_caches_refused(const Params& good) {
                         p.cache.scale = scale;
                       }});
     }
+    const int64_t row = latent_row_bytes(good.cache.format, good.cache.geometry);
+    const auto stride = [&](const char* text, int64_t bytes) {
+      list.push_back({text, [bytes](Params& p) { p.cache.row_stride_bytes = bytes; }});
+    };
+    stride("cache.row_stride_bytes is 16; accepted: 0, or a multiple of 16 from ", 16);
+    stride("cache.row_stride_bytes is -16; accepted: 0, or", -16);
+    stride("accepted: 0, or a multiple of 16 from", row + 8);
+    stride("accepted: 4 rows at a distance of", row + 16);
+    list.push_back({"cache.row_stride_bytes is 4096; accepted: 0 (format e4m3_per_token", [](Params& p) {
+                      p.cache.format = LatentFormat::kE4m3PerToken;
+                      p.cache.row_stride_bytes = 4096;
+                    }});
     list.push_back({"accepted: a positive multiple of 128 (format packed656)", [](Params& p) {
                       p.cache.format = LatentFormat::kPacked656;
                       p.cache.geometry.latent_dim = 64;
@@ -225,10 +237,72 @@ Broken<Params> half(const char* text, TensorView Params::*member) {
   return {text, [member](Params& p) { (p.*member).dtype = DType::kF16; }, ErrorCode::kUnsupported};
 }
 
+/// What the two absorbed operations refuse about sinks, largest scores and the scales of queries.
+template <class P>
+void expect_bad_options_refused(const P& good) {
+  std::vector<Broken<P>> list = {
+      {"attn_sink is fp32[4] strides [1] on cpu; accepted: fp32 [num_heads = 3]",
+       [](P& p) { p.attn_sink = view(reinterpret_cast<float*>(g_memory), {4}); }},
+      {"attn_sink is bf16[3]", [](P& p) { p.attn_sink = view(reinterpret_cast<Bf16*>(g_memory), {3}); }},
+      {"attn_sink is fp32[3] strides [2]",
+       [](P& p) {
+         p.attn_sink = view(reinterpret_cast<float*>(g_memory), {3});
+         p.attn_sink.stride[0] = 2;
+       }},
+      {"max_logits is fp32[3, 4]",
+       [](P& p) {
+         p.max_logits = view(reinterpret_cast<float*>(g_memory), {3, 4});
+       }},
+      {"max_logits is bf16[4, 3]",
+       [](P& p) {
+         p.max_logits = view(reinterpret_cast<Bf16*>(g_memory), {4, 3});
+       }},
+      {"positive strides, since it is written",
+       [](P& p) {
+         p.max_logits = view(reinterpret_cast<float*>(g_memory), {4, 3});
+         p.max_logits.stride[0] = 0;
+       }},
+      {"q_scale is 2; accepted: 1 (q is bf16)", [](P& p) { p.q_scale = 2.0f; }},
+      {"q_scale is nan; accepted: 1 (q is bf16)", [](P& p) { p.q_scale = NAN; }},
+  };
+  for (const LatentFormat format : {LatentFormat::kF32, LatentFormat::kBf16, LatentFormat::kPacked656}) {
+    list.push_back({format == LatentFormat::kF32 ? "q is e4m3 and the cache is fp32; accepted: fp32 or bf16 (e4m3"
+                    : format == LatentFormat::kPacked656 ? "q is e4m3 and the cache is packed656; accepted: fp32"
+                                                         : "with a cache of e4m3 or e4m3_per_token)",
+                    [format](P& p) {
+                      p.q.dtype = DType::kE4m3;
+                      p.cache = latent_cache(format);
+                      p.cache.page_stride_bytes = 4096;
+                    }});
+  }
+  for (const float scale : {0.0f, -1.0f, NAN, INFINITY}) {
+    list.push_back({"accepted: a finite positive number", [scale](P& p) {
+                      p.q.dtype = DType::kE4m3;
+                      p.cache = latent_cache(LatentFormat::kE4m3PerToken);
+                      p.cache.page_stride_bytes = 4096;
+                      p.q_scale = scale;
+                    }});
+  }
+  expect_refused(good, list);
+  // And takes: an e4m3 query with its scale, a sink and a largest score.
+  for (const LatentFormat format : {LatentFormat::kE4m3, LatentFormat::kE4m3PerToken}) {
+    P p = good;
+    p.q.dtype = DType::kE4m3;
+    p.cache = latent_cache(format);
+    p.cache.page_stride_bytes = 4096;
+    p.cache.scale = 1.0f;
+    p.q_scale = 0.25f;
+    p.attn_sink = view(reinterpret_cast<float*>(g_memory), {3});
+    p.max_logits = view(reinterpret_cast<float*>(g_memory), {4, 3});
+    EXPECT_NO_THROW(OpPlan<P>(Context{}, p, {.impl = "ref"}));
+  }
+}
+
 TEST(Checks, MlaDecode) {
   using P = MlaDecode;
   expect_bad_caches_refused(decode());
   expect_bad_rows_refused(decode());
+  expect_bad_options_refused(decode());
   std::vector<Broken<P>> list = {
       half<P>("q is fp16; accepted: fp32, bf16 or e4m3", &P::q),
       half<P>("out is fp16", &P::out),
@@ -279,6 +353,7 @@ TEST(Checks, MlaDecode) {
 TEST(Checks, SparseAttention) {
   using P = SparseAttention;
   expect_bad_caches_refused(sparse());
+  expect_bad_options_refused(sparse());
   expect_refused<P>(sparse(), {
                                   half<P>("q is fp16", &P::q),
                                   {"q is bf16[4, 3, 128]",
@@ -678,6 +753,13 @@ TEST(Checks, RunTakesWhatWasPlanned) {
   refused("out is fp32", [](MlaDecode& o) { o.out.dtype = DType::kF32; });
   refused("lse is absent; planned was fp32[4, 3]", [](MlaDecode& o) { o.lse = {}; });
   refused("options differ", [](MlaDecode& o) { o.softmax_scale = 0.2f; });
+  refused("options differ", [](MlaDecode& o) { o.q_scale = 0.5f; });
+  refused("options differ", [](MlaDecode& o) { o.cache.row_stride_bytes = 320; });
+  refused("attn_sink is fp32[3] strides [1] on cpu; planned was absent",
+          [](MlaDecode& o) { o.attn_sink = at<float>({3}); });
+  refused("max_logits is fp32[4, 3] strides [3, 1] on cpu; planned was absent", [](MlaDecode& o) {
+    o.max_logits = at<float>({4, 3});
+  });
   refused("options differ", [](MlaDecode& o) { o.cache.num_pages = 5; });
   refused("q.data is null", [](MlaDecode& o) { o.q.data = nullptr; });
   refused("cache.data is null", [](MlaDecode& o) { o.cache.data = nullptr; });

@@ -23,6 +23,9 @@
 //   - the four scales of a packed row go into its values: an fp32 product, rounded to bf16 (nothing is lost where the
 //     scale is a power of two);
 //   - fp32 queries meet rows of fp32, where codes are exact and scales of a row are fp32 products.
+// e4m3 queries are widened as they are packed, which is exact; their scale is a factor of the scores like any other. An
+// attention sink is a term of the last denominator, and the largest score is the running maximum: neither concerns the
+// loop over keys.
 //
 // What was tried (one core of a Zen 4, 512-bit operations in two passes, 236 GFLOP/s of vdpbf16ps from registers and
 // L1; 128 and 16 heads, 1024 keys): V interleaved into a buffer 85 and 75 %, since at 16 heads the stores of the buffer
@@ -138,7 +141,7 @@ struct F32Path {
 
 // What all units of a call share.
 struct Problem {
-  TensorView q, out, lse;
+  TensorView q, attn_sink, out, lse, max_logits;
   LatentFormat format;
   int64_t ahead_bytes;  // of a row, asked for while the block before is worked on
   int64_t page_size;
@@ -146,7 +149,7 @@ struct Problem {
   int64_t out_stride;         // R rounded up to whole vectors: the stride of running sums
   int64_t num_heads;
   int max_lanes;      // of a group, whole vectors
-  float score_scale;  // softmax scale * log2(e): exponentials are to base 2
+  float score_scale;  // softmax scale * other scales * log2(e): exponentials are to base 2
   float out_scale;
 };
 
@@ -537,6 +540,19 @@ struct Group {
 // kLanes cells of a lane's q, as words; what lies beyond its end is 0.
 template <class P>
 GANNET_INLINE W load_q(const TensorView& q, int64_t row, int64_t head, int64_t cell, int64_t cells) {
+  if (q.dtype == DType::kE4m3) {
+    const uint8_t* codes = element<uint8_t>(q, row, head) + P::kPer * cell;
+    const int n = static_cast<int>(smaller(kLanes, cells - cell));
+    if constexpr (P::kPaired) {
+      uint16_t wide[2 * kLanes] = {};
+      widen_codes(reinterpret_cast<const std::byte*>(codes), wide, 2 * n);
+      uint32_t pairs[kLanes];
+      std::memcpy(pairs, wide, sizeof pairs);
+      return load_w(pairs);
+    } else {
+      return (W)load_codes(codes, 0, n);
+    }
+  }
   if constexpr (P::kPaired) {
     const uint16_t* from = element<uint16_t>(q, row, head) + 2 * cell;
     if (cell + kLanes <= cells) return load_w(reinterpret_cast<const uint32_t*>(from));
@@ -649,15 +665,18 @@ void attend_segment(const Problem& p, const Scratch& s, const Run* runs, int num
 
 // ---- results ------------------------------------------------------------------------------------------------------
 
-// z is 0 only where there was no key, and o was never written then.
+// z is 0 only where there was no key (o was never written then), or none but with scores of -inf.
 template <class P>
 GANNET_INLINE void write_row(const Problem& p, int64_t row, int64_t head, const float* o, float m, float z) {
   const bool none = z == 0.0f;
+  if (p.max_logits.given()) *element<float>(p.max_logits, row, head) = m * kLn2;
   if (p.lse.given()) {
     const float lse = m * kLn2 + log_of(z);
     *element<float>(p.lse, row, head) = none ? -kInfinity : lse == lse ? lse : __builtin_nanf("");
   }
-  const F factor = set1(none ? 0.0f : p.out_scale / z);
+  float all = z;
+  if (p.attn_sink.given()) all += exp2_of(static_cast<const float*>(p.attn_sink.data)[head] * kLog2E - m);
+  const F factor = set1(none ? 0.0f : p.out_scale / all);
   const auto result = [&](F x) __attribute__((always_inline)) { return none ? zero() : canonical_nan(mul(x, factor)); };
   auto* const floats = p.out.dtype == DType::kF32 ? element<float>(p.out, row, head) : nullptr;
   auto* const halves = p.out.dtype == DType::kF32 ? nullptr : element<uint16_t>(p.out, row, head);
@@ -937,12 +956,15 @@ void run_on(const Problem& p, const Source& source, int64_t max_segments, const 
 }
 
 // lanes: the most (row, head) pairs that an item has.
-GANNET_INLINE Problem make_problem(const TensorView& q, const TensorView& out, const TensorView& lse,
-                                   const LatentCacheView& cache, float softmax_scale, int64_t lanes) {
+template <class Params>
+GANNET_INLINE Problem make_problem(const Params& a, int64_t lanes) {
+  const LatentCacheView& cache = a.cache;
   Problem p;
-  p.q = q;
-  p.out = out;
-  p.lse = lse;
+  p.q = a.q;
+  p.attn_sink = a.attn_sink;
+  p.out = a.out;
+  p.lse = a.lse;
+  p.max_logits = a.max_logits;
   p.format = cache.format;
   const int64_t row_bytes = cache.format == LatentFormat::kE4m3PerToken
                                 ? cache.geometry.latent_dim
@@ -952,17 +974,17 @@ GANNET_INLINE Problem make_problem(const TensorView& q, const TensorView& out, c
   p.latent_dim = cache.geometry.latent_dim;
   p.width = int64_t{cache.geometry.latent_dim} + cache.geometry.rope_dim;
   p.out_stride = round_up(p.latent_dim, kLanes);
-  p.num_heads = q.shape[1];
+  p.num_heads = a.q.shape[1];
   p.max_lanes = static_cast<int>(round_up(smaller(lanes, kGroupLanes), kLanes));
   p.out_scale = cache.format == LatentFormat::kE4m3 ? cache.scale : 1.0f;
-  p.score_scale = softmax_scale * p.out_scale * kLog2E;
+  p.score_scale = a.softmax_scale * a.q_scale * p.out_scale * kLog2E;
   return p;
 }
 
 // Pairs of bf16 where both sides are bf16 or narrower and the widths are whole pairs of vectors; else fp32. A matter of
 // types and widths alone, so that it is the same for every batch.
 GANNET_INLINE bool takes_pairs(const Problem& p) {
-  return kFastDot2 && p.q.dtype == DType::kBf16 && p.format != LatentFormat::kF32 && p.width % 2 == 0 &&
+  return kFastDot2 && p.q.dtype != DType::kF32 && p.format != LatentFormat::kF32 && p.width % 2 == 0 &&
          p.latent_dim % (2 * kLanes) == 0;
 }
 

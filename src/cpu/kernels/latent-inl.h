@@ -27,23 +27,13 @@ GANNET_INLINE LatentRow latent_row(const LatentCacheView& cache, int64_t slot) {
   const int64_t dim = cache.geometry.latent_dim, rope = cache.geometry.rope_dim, page_size = cache.page_size;
   std::byte* page = static_cast<std::byte*>(cache.data) + slot / page_size * cache.page_stride_bytes;
   const int64_t offset = slot % page_size;
-  LatentRow r{nullptr, nullptr, nullptr};
+  LatentRow r{page + offset * row_stride_of(cache), nullptr, nullptr};
   switch (cache.format) {
-    case LatentFormat::kF32:
-      r.latent = page + offset * (dim + rope) * 4;
-      r.rope = r.latent + dim * 4;
-      break;
-    case LatentFormat::kBf16:
-      r.latent = page + offset * (dim + rope) * 2;
-      r.rope = r.latent + dim * 2;
-      break;
-    case LatentFormat::kE4m3:
-      r.latent = page + offset * (dim + rope);
-      r.rope = r.latent + dim;
-      break;
+    case LatentFormat::kF32: r.rope = r.latent + dim * 4; break;
+    case LatentFormat::kBf16: r.rope = r.latent + dim * 2; break;
+    case LatentFormat::kE4m3: r.rope = r.latent + dim; break;
     case LatentFormat::kPacked656: {
       const int64_t groups = (dim + kPackedGroup - 1) / kPackedGroup;
-      r.latent = page + offset * (dim + groups * 4 + rope * 2);
       r.scales = reinterpret_cast<float*>(r.latent + dim);
       r.rope = r.latent + dim + groups * 4;
       break;

@@ -47,8 +47,9 @@ GANNET_INLINE F fast_exp(F x) {
   return select_less(x, lowest, zero(), scale2(p, n));
 }
 
-/// Natural logarithm of one value, from the C library: one a row and head, so speed is no concern.
+/// Natural logarithm of one value and 2^x of one, from the C library: one a row and head, so speed is no concern.
 GANNET_INLINE float log_of(float x) { return __builtin_logf(x); }
+GANNET_INLINE float exp2_of(float x) { return __builtin_exp2f(x); }
 
 }  // namespace GANNET_ISA
 }  // namespace cpu

@@ -16,14 +16,13 @@ struct PagedKeys {
   using Item = RequestRows;
   static constexpr bool kList = false;
   const MlaDecode& p;
-  int64_t row_bytes;  // from a row to the next; of planar pages, from its latent part
-  int64_t num_items;  // requests
+  int64_t row_stride;  // from a row to the next; of planar pages, from its latent part
+  int64_t num_items;   // requests
 
   explicit PagedKeys(const MlaDecode& params)
       : p(params),
-        row_bytes(params.cache.format == LatentFormat::kE4m3PerToken
-                      ? params.cache.geometry.latent_dim
-                      : latent_row_bytes(params.cache.format, params.cache.geometry)),
+        row_stride(params.cache.format == LatentFormat::kE4m3PerToken ? params.cache.geometry.latent_dim
+                                                                      : row_stride_of(params.cache)),
         num_items(params.rows.seq_lens.shape[0]) {}
 
   Item item(int64_t i) const { return request_rows(p.pages, p.rows, p.cache.page_size, p.q.shape[0], i); }
@@ -34,7 +33,7 @@ struct PagedKeys {
     for (int t = 0; t < n; ++page, offset = 0) {
       const std::byte* at = static_cast<const std::byte*>(p.cache.data) + r.pages[page] * p.cache.page_stride_bytes;
       for (; t < n && offset < p.cache.page_size; ++t, ++offset) {
-        rows[t] = at + offset * row_bytes;
+        rows[t] = at + offset * row_stride;
         offsets[t] = static_cast<int32_t>(offset);
       }
     }
@@ -45,7 +44,7 @@ struct PagedKeys {
 Problem problem_of(const MlaDecode& p) {
   int64_t lanes = p.rows.cu_q_lens.given() ? p.q.shape[0] : p.rows.q_len;
   lanes *= p.q.shape[1];
-  return make_problem(p.q, p.out, p.lse, p.cache, p.softmax_scale, lanes);
+  return make_problem(p, lanes);
 }
 
 // More than any request has: the segments that a table row, or all of a CSR table, can reach.

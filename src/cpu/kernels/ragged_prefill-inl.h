@@ -394,7 +394,8 @@ void run_tile(const RaggedPrefill& a, const Tile& tile, int64_t head, const Shap
     }
   }
   for (int r = 0; r < tile.num_rows; ++r) {
-    const bool empty = clamp(tile.bound + step * r, 0, tile.num_keys) == 0;
+    // No key, or none with a weight: scores of -inf alone.
+    const bool empty = clamp(tile.bound + step * r, 0, tile.num_keys) == 0 || w.sum[r] == 0.0f;
     write_row(a.out, tile.q_row + r, head, empty ? nullptr : w.o + r * shape.value_dim, w.sum[r], shape);
     if (!a.lse.given()) continue;
     float* lse = a.lse.ptr<float>(tile.q_row + r, head);

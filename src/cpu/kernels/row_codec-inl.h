@@ -13,6 +13,11 @@ namespace {
 constexpr int64_t kPackedGroup = 128;  // latent values that share a scale in a packed row
 constexpr int64_t kRowsPerTask = 64;   // of some 1 KiB each: 10 us or more, against a few us for a fork and join
 
+/// Bytes from a token's row to the next; of planar pages rows have none.
+GANNET_INLINE int64_t row_stride_of(const LatentCacheView& cache) {
+  return cache.row_stride_bytes != 0 ? cache.row_stride_bytes : latent_row_bytes(cache.format, cache.geometry);
+}
+
 /// Values i .. i + n of a row, n <= kLanes; lanes from n on are 0.
 GANNET_INLINE F load_values(const void* row, DType dtype, int64_t i, int n) {
   if (dtype == DType::kF32) {

@@ -27,6 +27,23 @@ constexpr int kBinStretch = 64;
 constexpr int kHistograms = 4;
 constexpr int64_t kHistogramBytes = int64_t{kHistograms} * kBins * 4;
 
+// Scores of either element type as fp32; the first n lanes, the others being 0.
+GANNET_INLINE F load_scores(const float* p) { return loadu(p); }
+GANNET_INLINE F load_scores(const float* p, int n) { return loadu_n(p, n); }
+GANNET_INLINE F load_scores(const uint16_t* p) { return load_bf16(p); }
+GANNET_INLINE F load_scores(const uint16_t* p, int n) {
+  uint16_t rest[kLanes] = {};
+  std::memcpy(rest, p, static_cast<size_t>(n) * sizeof(uint16_t));
+  return load_bf16(rest);
+}
+GANNET_INLINE float score_at(const float* p) { return *p; }
+GANNET_INLINE float score_at(const uint16_t* p) {
+  const uint32_t bits = uint32_t{*p} << 16;
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
 /// All larger words belong to the selection, and the first `equals` scores with this very word.
 struct Threshold {
   uint32_t word;
@@ -35,14 +52,15 @@ struct Threshold {
 
 /// Counts digits (word >> shift) & (kBins - 1) of the words whose higher bits are `prefix` (all where shift_prefix is
 /// 32).
-GANNET_INLINE void count_digits(const float* scores, int64_t n, uint32_t prefix, int shift_prefix, int shift,
+template <class Score>
+GANNET_INLINE void count_digits(const Score* scores, int64_t n, uint32_t prefix, int shift_prefix, int shift,
                                 uint32_t* histograms) {
   std::memset(histograms, 0, static_cast<size_t>(kHistogramBytes));
   const W want = set1_w(prefix);
   int64_t i = 0;
   uint32_t words[kLanes];
   for (; i + kLanes <= n; i += kLanes) {
-    const W word = order_key(loadu(scores + i));
+    const W word = order_key(load_scores(scores + i));
     if (shift_prefix == 32) {
       store_w(words, shift_right(word, shift));
 #pragma GCC unroll 16
@@ -59,7 +77,7 @@ GANNET_INLINE void count_digits(const float* scores, int64_t n, uint32_t prefix,
   }
   if (i < n) {
     const int rest = static_cast<int>(n - i);
-    const W word = order_key(loadu_n(scores + i, rest));
+    const W word = order_key(load_scores(scores + i, rest));
     uint32_t bits = shift_prefix == 32 ? ~0u : equal_bits(shift_right(word, shift_prefix), want);
     bits &= (1u << rest) - 1u;
     store_w(words, shift_right(word, shift));
@@ -95,7 +113,8 @@ GANNET_INLINE uint32_t digit_of_kth(const uint32_t* histograms, int64_t* k, int6
 }
 
 /// 0 < k < n; histograms: kHistogramBytes of scratch.
-inline Threshold find_threshold(const float* scores, int64_t n, int64_t k, uint32_t* histograms) {
+template <class Score>
+inline Threshold find_threshold(const Score* scores, int64_t n, int64_t k, uint32_t* histograms) {
   constexpr int kFirst = 32 - kDigitBits, kSecond = kFirst - kDigitBits;  // 21, 10
   int64_t in_bin;
   count_digits(scores, n, 0, 32, kFirst, histograms);
@@ -114,13 +133,14 @@ inline Threshold find_threshold(const float* scores, int64_t n, int64_t k, uint3
 }
 
 /// Writes the k selected indices, ascending; 0 < k < n.
-inline void select_indices(const float* scores, int64_t n, int64_t k, uint32_t* histograms, int32_t* out) {
+template <class Score>
+inline void select_indices(const Score* scores, int64_t n, int64_t k, uint32_t* histograms, int32_t* out) {
   const Threshold threshold = find_threshold(scores, n, k, histograms);
   const W edge = set1_w(threshold.word);
   int64_t equals = threshold.equals, written = 0;
   for (int64_t i = 0; i < n && written < k; i += kLanes) {
     const int lanes = n - i < kLanes ? static_cast<int>(n - i) : kLanes;
-    const W word = order_key(lanes == kLanes ? loadu(scores + i) : loadu_n(scores + i, lanes));
+    const W word = order_key(lanes == kLanes ? load_scores(scores + i) : load_scores(scores + i, lanes));
     const uint32_t real = (1u << lanes) - 1u;  // kLanes is at most 16
     uint32_t bits = greater_bits(word, edge) & real;
     uint32_t same = equal_bits(word, edge) & real;

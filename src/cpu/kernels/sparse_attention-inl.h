@@ -18,13 +18,13 @@ struct ListedKeys {
   };
   static constexpr bool kList = true;
   const SparseAttention& p;
-  int64_t row_bytes;
+  int64_t row_stride;
   int64_t num_slots;
   int64_t num_items;  // query rows
 
   explicit ListedKeys(const SparseAttention& params)
       : p(params),
-        row_bytes(latent_row_bytes(params.cache.format, params.cache.geometry)),
+        row_stride(row_stride_of(params.cache)),
         num_slots(params.cache.num_pages * params.cache.page_size),
         num_items(params.q.shape[0]) {}
 
@@ -40,22 +40,20 @@ struct ListedKeys {
     const int32_t* slots = static_cast<const int32_t*>(p.topk_slots.data) + r.first_row * p.topk_slots.stride[0] +
                            int64_t{segment} * kSegmentKeys;
     const auto* base = static_cast<const std::byte*>(p.cache.data);
-    const bool flat = p.cache.page_stride_bytes == p.cache.page_size * row_bytes;
+    const bool flat = p.cache.page_stride_bytes == p.cache.page_size * row_stride;
     int valid = 0;
     for (int t = 0; t < n; ++t) {
       const int64_t slot = slots[t];
       if (slot < 0 || slot >= num_slots) continue;
       rows[valid++] =
-          flat ? base + slot * row_bytes
-               : base + slot / p.cache.page_size * p.cache.page_stride_bytes + slot % p.cache.page_size * row_bytes;
+          flat ? base + slot * row_stride
+               : base + slot / p.cache.page_size * p.cache.page_stride_bytes + slot % p.cache.page_size * row_stride;
     }
     return valid;
   }
 };
 
-Problem problem_of(const SparseAttention& p) {
-  return make_problem(p.q, p.out, p.lse, p.cache, p.softmax_scale, p.q.shape[1]);
-}
+Problem problem_of(const SparseAttention& p) { return make_problem(p, p.q.shape[1]); }
 
 int64_t max_segments_of(const SparseAttention& p) { return (p.topk_slots.shape[1] + kSegmentKeys - 1) / kSegmentKeys; }
 

@@ -49,16 +49,8 @@ GANNET_INLINE void finish_topk_row(const TopK& p, int64_t row, int64_t count) {
   p.counts.ptr<int32_t>()[row * p.counts.stride[0]] = static_cast<int32_t>(count);
 }
 
-}  // namespace
-
-size_t workspace_topk(const TopK& p, int num_workers) {
-  const TopkPlan plan = topk_plan(p, num_workers);
-  int64_t bytes = num_workers * plan.worker_bytes;
-  if (plan.pieces > 1) bytes += p.logits.shape[0] * plan.pieces * plan.entries * 8;  // scores and positions
-  return static_cast<size_t>(bytes);
-}
-
-void run_topk(const TopK& p, const RunContext& ctx) {
+template <class Score>
+void run_topk_of(const TopK& p, const RunContext& ctx) {
   const int num_workers = ctx.executor.num_workers();
   const TopkPlan plan = topk_plan(p, num_workers);
   const int64_t rows = p.logits.shape[0], k = p.positions.shape[1];
@@ -71,7 +63,7 @@ void run_topk(const TopK& p, const RunContext& ctx) {
         for (int64_t i = 0; i < n; ++i) out[i] = static_cast<int32_t>(i);
       } else if (k > 0) {
         auto* histograms = reinterpret_cast<uint32_t*>(worker_memory + worker * plan.worker_bytes);
-        select_indices(p.logits.ptr<const float>(row), n, k, histograms, out);
+        select_indices(p.logits.ptr<const Score>(row), n, k, histograms, out);
       }
       finish_topk_row(p, row, n < k ? n : k);
     });
@@ -86,7 +78,7 @@ void run_topk(const TopK& p, const RunContext& ctx) {
     const int64_t begin = task % plan.pieces * plan.piece;
     const int64_t m = n - begin < plan.piece ? n - begin : plan.piece;
     if (n <= k || m <= 0) return;
-    const float* in = p.logits.ptr<const float>(row) + begin;
+    const Score* in = p.logits.ptr<const Score>(row) + begin;
     int32_t* to = positions + task * plan.entries;
     if (m <= plan.entries) {
       for (int64_t i = 0; i < m; ++i) to[i] = static_cast<int32_t>(i);
@@ -95,7 +87,7 @@ void run_topk(const TopK& p, const RunContext& ctx) {
     }
     const int64_t kept = m < plan.entries ? m : plan.entries;
     for (int64_t i = 0; i < kept; ++i) {
-      scores[task * plan.entries + i] = in[to[i]];
+      scores[task * plan.entries + i] = score_at(in + to[i]);
       to[i] += static_cast<int32_t>(begin);
     }
   });
@@ -119,6 +111,20 @@ void run_topk(const TopK& p, const RunContext& ctx) {
     }
     finish_topk_row(p, row, k);
   });
+}
+
+}  // namespace
+
+size_t workspace_topk(const TopK& p, int num_workers) {
+  const TopkPlan plan = topk_plan(p, num_workers);
+  int64_t bytes = num_workers * plan.worker_bytes;
+  if (plan.pieces > 1) bytes += p.logits.shape[0] * plan.pieces * plan.entries * 8;  // scores and positions
+  return static_cast<size_t>(bytes);
+}
+
+void run_topk(const TopK& p, const RunContext& ctx) {
+  if (p.logits.dtype == DType::kBf16) run_topk_of<uint16_t>(p, ctx);
+  else run_topk_of<float>(p, ctx);
 }
 
 }  // namespace GANNET_ISA

@@ -212,10 +212,11 @@ __global__ void __launch_bounds__(kThreads, 1) absorbed_kernel(const Problem p) 
       for (int offset = kThreadsPerLane / 2; offset > 0; offset /= 2)
         m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, offset));
       const float before = row_max[l], now = fmaxf(before, m);
+      const float base = now == -INFINITY ? 0.0f : now;  // scores of -inf alone: weights of 0, not NaN
       float sum = 0.0f;
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i) {
-        const float w = see[i] ? __expf(x[i] - now) : 0.0f;
+        const float w = see[i] ? __expf(x[i] - base) : 0.0f;
         const uint16_t rounded = float_to_bf16(w);  // what multiplies V is also what is summed
         weights[l * C::kWeightStride + i * kThreadsPerLane + part] = rounded;
         sum += bf16_to_float(rounded);
