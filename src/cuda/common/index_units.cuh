@@ -1,7 +1,8 @@
 // How index logits are cut into work, the same for every tensor-core kernel of them.
 //
 // A unit is up to rows_per_unit rows of one request against all keys that the last of them sees, in tiles of kTileKeys
-// keys. The tiles of all units lie on a line; each block of the grid takes an equal stretch of it. Nothing is planned
+// keys. The tiles of all units lie on a line, before those of each unit its fixed cost; each block of the grid takes an
+// equal stretch of it. Nothing is planned
 // before: a block finds its stretch from the lengths on the device, each thread summing the tiles of a run of units
 // (about 1 us for some hundreds of requests). It works through its stretch in phases: units_per_phase units whose
 // queries are in shared memory together.
@@ -32,6 +33,7 @@ struct Problem {
   Pages pages;
   LogitBlock block;
   int rows_per_unit, units_per_phase;
+  int fixed_tiles;            // what a unit costs beside its tiles, in tiles
   int units_per_request;      // for q_len rows a request
   int first_unit, num_units;  // enough for the rows of the block; those of other rows are empty
 };
@@ -60,6 +62,9 @@ inline void choose_units(Problem& p, int64_t num_rows, int slots) {
   const int64_t rows_of_request = ragged ? divide_up(num_rows, p.rows.num_requests) : p.rows.q_len;
   p.rows_per_unit = static_cast<int>(divide_up(rows_of_request, divide_up(rows_of_request, slots)));
   p.units_per_phase = std::clamp(slots / p.rows_per_unit, 1, kMaxUnits);
+  constexpr int kFixedTiles =
+      4;  // of a unit that has a phase for itself: some 5 us where a tile of eight rows takes 1.3
+  p.fixed_tiles = p.units_per_phase == 1 ? kFixedTiles : 0;
   p.units_per_request = static_cast<int>(divide_up(rows_of_request, p.rows_per_unit));
   const int64_t last_row = p.block.first_row + p.block.num_rows - 1;
   if (ragged) {  // of a row: at least row / rows_per_unit - 1, at most that and the number of requests
@@ -95,6 +100,7 @@ __device__ inline Unit unit_at(const Problem& p, int index) {
   int group;
   if (p.rows.cu_q_lens != nullptr) {
     int low = 0, high = static_cast<int>(p.rows.num_requests);
+#pragma unroll 1
     while (high - low > 1) {
       const int middle = (low + high) / 2;
       if (p.rows.cu_q_lens[middle] / p.rows_per_unit + middle <= index) low = middle;
@@ -124,6 +130,12 @@ __device__ inline Unit unit_at(const Problem& p, int index) {
 
 __device__ inline int tiles_of(const Unit& u) { return (u.keys + kTileKeys - 1) / kTileKeys; }
 
+/// Its length on the line: a unit costs its queries and a fresh pipeline beside its tiles.
+__device__ inline int length_of(const Problem& p, const Unit& u) {
+  const int tiles = tiles_of(u);
+  return tiles > 0 ? tiles + p.fixed_tiles : 0;
+}
+
 /// A unit's part of the block's stretch of tiles.
 struct Part {
   const int32_t* page_ids;
@@ -137,6 +149,7 @@ struct Part {
 /// In shared memory. kWarps of the block, kSlots rows of queries at most.
 template <int kWarps, int kSlots>
 struct Schedule {
+  static_assert(kSlots <= 32);
   static constexpr int kThreads = 32 * kWarps;
 
   Part parts[kMaxUnits + 1];  // of the phase; the last one's `begin` is the number of tiles
@@ -145,14 +158,15 @@ struct Schedule {
   int next_unit;         // of the next phase
   int64_t tiles_before;  // before it
 
-  /// Tiles [begin, end) of the line for this block; false if there are none. next_phase() comes next.
+  /// The stretch [begin, end) of the line for this block; false if there are none. next_phase() comes next.
   __device__ bool find_stretch(const Problem& p, int64_t& begin, int64_t& end) {
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     const int units_per_thread = (p.num_units + kThreads - 1) / kThreads;
     const int first_mine = min(tid * units_per_thread, p.num_units);
     const int last_mine = min(p.num_units, first_mine + units_per_thread);
     int64_t mine = 0;
-    for (int u = first_mine; u < last_mine; ++u) mine += tiles_of(unit_at(p, u));
+#pragma unroll 1  // here and below: a launch begins with cold instruction caches
+    for (int u = first_mine; u < last_mine; ++u) mine += length_of(p, unit_at(p, u));
     int64_t before = mine;  // becomes the tiles of the threads before this one
     for (int offset = 1; offset < 32; offset *= 2) {
       const int64_t x = __shfl_up_sync(0xffffffffu, before, offset);
@@ -177,8 +191,9 @@ struct Schedule {
     if (begin >= end) return false;
     if (before <= begin && begin < before + mine) {
       int u = first_mine;
+#pragma unroll 1
       for (; u + 1 < last_mine; ++u) {
-        const int n = tiles_of(unit_at(p, u));
+        const int n = length_of(p, unit_at(p, u));
         if (begin < before + n) break;
         before += n;
       }
@@ -199,7 +214,7 @@ struct Schedule {
       Unit u{};
       if (lane < p.units_per_phase && first_unit + lane < p.num_units) u = unit_at(p, first_unit + lane);
       const int tiles = tiles_of(u);
-      int64_t last = tiles;
+      int64_t last = length_of(p, u);
       for (int offset = 1; offset < kMaxUnits; offset *= 2) {
         const int64_t x = __shfl_up_sync(0xffffffffu, last, offset);
         if (lane >= offset) last += x;
@@ -215,9 +230,17 @@ struct Schedule {
       if (lane < p.units_per_phase) {
         parts[lane] = {n > 0 ? page_list(p.pages, u.request).ids : nullptr, u.first_row, n > 0 ? u.num_rows : 0, u.keys,
                        static_cast<int32_t>(from - (last - tiles)),         behind - n};
-        for (int r = 0; r < (n > 0 ? u.num_rows : 0); ++r)
-          bounds[lane * p.rows_per_unit + r] = keys_of(p, u, u.first_row + r);
       }
+      // A lane a slot: what the lane of its part knows.
+      const int part = lane / p.rows_per_unit, row = lane % p.rows_per_unit;
+      const int of_part = part < p.units_per_phase ? part : 0;
+      Unit v{};
+      v.request = __shfl_sync(0xffffffffu, u.request, of_part);
+      v.first_row = __shfl_sync(0xffffffffu, u.first_row, of_part);
+      v.num_rows = __shfl_sync(0xffffffffu, n > 0 ? u.num_rows : 0, of_part);
+      v.first_of_request = __shfl_sync(0xffffffffu, u.first_of_request, of_part);
+      v.rows_of_request = __shfl_sync(0xffffffffu, u.rows_of_request, of_part);
+      if (part < p.units_per_phase && row < v.num_rows) bounds[lane] = keys_of(p, v, v.first_row + row);
       if (lane == p.units_per_phase - 1) {
         parts[p.units_per_phase].begin = behind;
         next_unit = first_unit + p.units_per_phase;

@@ -1,7 +1,7 @@
 // Launches index_logits_kernel: which configuration, how many rows a unit.
 #include <algorithm>
 
-#include "cuda/common/check.h"
+#include "cuda/common/launch.cuh"
 #include "cuda/mma/indexer.cuh"
 #include "cuda/mma/set.h"
 
@@ -26,11 +26,7 @@ void launch(const char* function, Problem a, int device, int64_t rows, cudaStrea
   const int slots = static_cast<int>(std::min<size_t>(room, indexer::kMaxSlots));
   choose_units(a, rows, slots);
   const size_t bytes = C::shared_bytes(a.rows_per_unit * a.units_per_phase);
-  auto* kernel = indexer::index_logits_kernel<C>;
-  GANNET_CUDA(function,
-              cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-  kernel<<<static_cast<unsigned>(sms), indexer::kThreads, bytes, stream>>>(a);
-  GANNET_CUDA(function, cudaGetLastError());
+  launch_overlapped(function, indexer::index_logits_kernel<C>, sms, indexer::kThreads, bytes, device, stream, a);
 }
 
 template <bool kBf16, int kChunks>

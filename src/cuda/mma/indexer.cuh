@@ -41,6 +41,7 @@
 #include <cuda_fp16.h>
 
 #include "cuda/common/index_units.cuh"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
 
 namespace gannet {
@@ -167,6 +168,7 @@ __device__ inline float relu(float x) {
 
 template <class C>
 __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_constant__ Problem p) {
+  wait_for_stream();
   extern __shared__ __align__(128) unsigned char shared[];
   auto* queries = reinterpret_cast<uint32_t*>(shared);  // [slot][head pair][step][lane][4]
   const int slots = p.rows_per_unit * p.units_per_phase;
@@ -210,16 +212,22 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
     // Starts the copies of a tile into the warp's stage, and reads the scales of this lane's two keys.
     float next_scale[2];
     bool next_known[2];
-    auto start_tile = [&](int i) {
+    int page = -1, offset = 0, count = 0;  // of the item to be started, where a tile lies in one page
+    auto look_up = [&](int item) {         // one item ahead of start_tile(), so that nobody waits for a page id
+      if (!tile_in_page || item >= num_items) return;
+      const int i = item / items_per_tile;
       const Part& part = parts[schedule.part_of(i)];
       const int first_key = (part.first_tile + i - part.begin) * kTileKeys;
-      const int count = part.keys - first_key;
+      page = part.page_ids[first_key / p.cache.page_size];
+      offset = first_key % p.cache.page_size;
+      count = part.keys - first_key;
+    };
+    auto start_tile = [&](int item) {
+      if (item >= num_items) return;
       if (tile_in_page) {
-        const int64_t page = part.page_ids[first_key / p.cache.page_size];
-        const int64_t offset = first_key % p.cache.page_size;
         const bool known = page >= 0 && page < p.cache.num_pages;
         const unsigned char* base = pool + (known ? page : 0) * p.cache.page_stride_bytes;
-        const unsigned char* source = base + offset * C::kDim + lane * 16;
+        const unsigned char* source = base + int64_t{offset} * C::kDim + lane * 16;
 #pragma unroll
         for (int s = 0; s < kCopySteps; ++s)
           copy_async_16(copy_to + 512 * s, source + 512 * s, known && s * kKeysPerStep + copy_key < count);
@@ -230,11 +238,14 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
           next_scale[h] = known && my_key + 8 * h < count ? scales[my_key + 8 * h] : 0.0f;
         }
       } else {
+        const int i = item / items_per_tile;
+        const Part& part = parts[schedule.part_of(i)];
+        const int first_key = (part.first_tile + i - part.begin) * kTileKeys;
         const unsigned char* value[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int k = my_key + 8 * h, position = first_key + k;
-          const int64_t page = k < count ? part.page_ids[position / p.cache.page_size] : -1;
+          const int64_t page = first_key + k < part.keys ? part.page_ids[position / p.cache.page_size] : -1;
           const int64_t offset = position % p.cache.page_size;
           next_known[h] = page >= 0 && page < p.cache.num_pages;
           const unsigned char* base = pool + (next_known[h] ? page : 0) * p.cache.page_stride_bytes;
@@ -252,7 +263,9 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
       }
       copy_async_commit();
     };
-    if (warp < num_items) start_tile(warp / items_per_tile);
+    look_up(warp);
+    start_tile(warp);
+    look_up(warp + kWarps);
 
     // ---- queries and weights of the phase ----
     if constexpr (C::kBf16) {
@@ -328,7 +341,8 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
       float scale[2] = {next_scale[0], next_scale[1]};
       const bool known[2] = {next_known[0], next_known[1]};
       __syncwarp();
-      if (item + kWarps < num_items) start_tile((item + kWarps) / items_per_tile);
+      start_tile(item + kWarps);
+      look_up(item + 2 * kWarps);
       if constexpr (kNanApart<C::kBf16>) {
         // A NaN in a key makes all of its logits NaN: through the scale.
         uint32_t found = 0;  // bit 2 m + h

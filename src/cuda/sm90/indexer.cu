@@ -1,7 +1,7 @@
 // Launches index_logits_kernel of Hopper.
 #include <algorithm>
 
-#include "cuda/common/check.h"
+#include "cuda/common/launch.cuh"
 #include "cuda/sm90/indexer.cuh"
 #include "cuda/sm90/set.h"
 
@@ -18,11 +18,7 @@ void launch(const char* function, index_units::Problem a, int device, int64_t ro
   GANNET_CUDA(function, cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
   index_units::choose_units(a, rows, C::kSlots);
   const size_t bytes = C::shared_bytes(a.rows_per_unit * a.units_per_phase);
-  auto* kernel = indexer::index_logits_kernel<C>;
-  GANNET_CUDA(function,
-              cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-  kernel<<<static_cast<unsigned>(sms), indexer::kThreads, bytes, stream>>>(a);
-  GANNET_CUDA(function, cudaGetLastError());
+  launch_overlapped(function, indexer::index_logits_kernel<C>, sms, indexer::kThreads, bytes, device, stream, a);
 }
 
 }  // namespace

@@ -32,7 +32,10 @@
 // keys 6 us.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common/index_units.cuh"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/wgmma.cuh"
 
 namespace gannet {
@@ -49,7 +52,7 @@ constexpr int kDim = 128;
 constexpr int kWarpKeys = 16;  // of a tile
 constexpr int kKeyBytes = kWarpKeys * kDim;
 constexpr int kStageBytes = kKeyBytes + 4 * kWarpKeys;  // values, then scales
-constexpr int kColumns = 128;                           // of B in one product
+constexpr int kColumns = 64;                            // of B in one product
 constexpr int kMaxSlots = 16;                           // rows of queries in shared memory
 constexpr int kAlignment = 1024;                        // of a swizzled block
 
@@ -61,6 +64,7 @@ template <int kHeads_>
 struct Config {
   static constexpr int kHeads = kHeads_;
   static constexpr int kRowsPerStep = kColumns / kHeads;
+  static constexpr int kRowsPerItem = 2 * kRowsPerStep;  // at least, where tiles are cut by rows
   static constexpr int kSlotBytes = kHeads * kDim;
   static constexpr int kSlots = 8 * 64 / kHeads;
   /// A step may read rows behind the last slot, whose results go nowhere.
@@ -87,31 +91,21 @@ __device__ inline void wgmma_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-/// d[64 x 128] = (accumulate ? d : 0) + a[64 x 32] b[128 x 32]^T of e4m3 values: a in registers, b K-major in shared
-/// memory.
-__device__ inline void wgmma_e4m3(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n .reg .pred p;\n setp.ne.b32 p, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "{%64, %65, %66, %67}, %68, p, 1, 1;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
-}
-
 /// 4 bytes from global to shared memory.
 __device__ inline void copy_async_4(uint32_t shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
+/// A run of bytes from global to shared memory by the copy engine, which then counts them on the barrier. Addresses and
+/// size are multiples of 16.
+__device__ inline void copy_bulk(uint32_t shared, const void* global, int bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+/// Arrives, and tells the barrier how many bytes will come.
+__device__ inline void arrive_expecting(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
 }
 
 /// max(x, 0), NaN for NaN.
@@ -120,43 +114,33 @@ __device__ inline float relu(float x) {
   return x;
 }
 
-/// Where the rows of a step go: row r of it is `logits` + r * stride, columns below bound[r].
-struct Target {
-  const LogitBlock& block;
-  int64_t first_row;      // of the step, in the block
-  int first_key;          // of the warp
-  const int32_t* bounds;  // of the step's rows
-  int num_rows;
-};
-
-__device__ inline void store_logit(const Target& to, int row, int key, float sum, float scale) {
-  if (row >= to.num_rows || to.first_key + key >= to.bounds[row]) return;
-  // A page outside the pool cannot be scored: the lowest rank, so that it is never preferred to a real key.
-  const float logit = __float_as_uint(scale) == kNoPage ? -INFINITY : sum * scale;
-  const int64_t at = (to.first_row + row) * to.block.stride + to.first_key + key;
-  if (to.block.bf16) static_cast<uint16_t*>(to.block.logits)[at] = float_to_bf16(logit);
-  else static_cast<float*>(to.block.logits)[at] = logit;
+/// Waits until at most kPending groups of products are under way; `acc` is of one that is not, and is not read before.
+template <int kPending>
+__device__ inline void wait_for(float (&acc)[kColumns / 2]) {
+  wgmma_wait<kPending>();
+#pragma unroll
+  for (float& x : acc) asm volatile("" : "+f"(x)::"memory");
 }
 
-/// Products of the warpgroup's 64 keys with kN columns of B (rows of queries one after the other), relu, weights, and
-/// the sums of the warp's 16 keys to memory.
-template <int kHeads, int kN>
-__device__ inline void score(const uint32_t (&keys)[kDim / 32][4], uint64_t queries, const float4* weights,
-                             const float (&scale)[2], const Target& to) {
-  constexpr int kRows = kN / kHeads, kPairs = kHeads / 16;
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  float acc[kN / 2];
+/// Starts the products of the warpgroup's 64 keys with 64 columns of B.
+__device__ inline void start_products(float (&acc)[kColumns / 2], const uint32_t (&keys)[kDim / 32][4],
+                                      uint64_t queries) {
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kDim / 32; ++k) wgmma_e4m3(acc, keys[k], queries + (32 * k >> 4), k > 0);
   wgmma_commit();
-  wgmma_wait<0>();
-  float sum[kRows][2];  // of keys g and g + 8 over this thread's heads
+}
+
+/// relu, weights and the sum over this thread's heads: of each row of the step the keys g and g + 8.
+template <int kHeads>
+__device__ inline void reduce_heads(float (&sum)[kColumns / kHeads][2], const float (&acc)[kColumns / 2],
+                                    const float4* weights) {
+  constexpr int kPairs = kHeads / 16;
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kColumns / kHeads; ++r) {
 #pragma unroll
     for (int n = 0; n < kPairs; ++n) {
-      const float4 w = weights[(r * kPairs + n) * 4 + t];  // heads 16 n + 2 t, + 1, + 8, + 9
+      const float4 w = weights[(r * kPairs + n) * 4];  // heads 16 n + 2 t, + 1, + 8, + 9
       const float* a = acc + (r * kPairs + n) * 8;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -168,125 +152,139 @@ __device__ inline void score(const uint32_t (&keys)[kDim / 32][4], uint64_t quer
       }
     }
   }
-  // The sums of four lanes, always as (t + t^2) + (t^1 + t^3): the same bits in whichever lane they end.
-  constexpr uint32_t kAll = 0xffffffffu;
-  const bool high = (t & 2) != 0, odd = (t & 1) != 0;
-  if constexpr (kRows == 1) {
-    float both[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) both[h] = sum[0][h] + __shfl_xor_sync(kAll, sum[0][h], 2);
-    const float all = (odd ? both[1] : both[0]) + __shfl_xor_sync(kAll, odd ? both[0] : both[1], 1);
-    if (!high) store_logit(to, 0, odd ? g + 8 : g, all, odd ? scale[1] : scale[0]);
-  } else if constexpr (kRows == 2) {
-    float both[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      both[h] = (high ? sum[1][h] : sum[0][h]) + __shfl_xor_sync(kAll, high ? sum[0][h] : sum[1][h], 2);
-    const float all = (odd ? both[1] : both[0]) + __shfl_xor_sync(kAll, odd ? both[0] : both[1], 1);
-    store_logit(to, t / 2, odd ? g + 8 : g, all, odd ? scale[1] : scale[0]);
-  } else {
-    static_assert(kRows == 4);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float both[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        both[r] = (high ? sum[r + 2][h] : sum[r][h]) + __shfl_xor_sync(kAll, high ? sum[r][h] : sum[r + 2][h], 2);
-      const float all = (odd ? both[1] : both[0]) + __shfl_xor_sync(kAll, odd ? both[0] : both[1], 1);
-      store_logit(to, t, g + 8 * h, all, scale[h]);
-    }
-  }
 }
+
+/// The sums of four lanes, always as (t + t^2) + (t^1 + t^3), the same bits in whichever lane they end: of two rows,
+/// lane t gets row t / 2, key g + 8 (t % 2); of one, key g + 8 (t % 2), lanes 2 and 3 the same again.
+__device__ inline float exchange(const float (&first)[2], const float (&second)[2]) {
+  constexpr uint32_t kAll = 0xffffffffu;
+  const bool high = (threadIdx.x & 2) != 0, odd = (threadIdx.x & 1) != 0;
+  float both[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    both[h] = (high ? second[h] : first[h]) + __shfl_xor_sync(kAll, high ? first[h] : second[h], 2);
+  return (odd ? both[1] : both[0]) + __shfl_xor_sync(kAll, odd ? both[0] : both[1], 1);
+}
+
+/// Stores without a branch.
+__device__ inline void store_if(bool condition, float* to, float x) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.s32 p, %2, 0;\n @p st.global.f32 [%0], %1;\n}" ::"l"(to), "f"(x),
+               "r"(static_cast<int>(condition))
+               : "memory");
+}
+__device__ inline void store_if(bool condition, uint16_t* to, uint16_t x) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.s32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}" ::"l"(to), "h"(x),
+               "r"(static_cast<int>(condition))
+               : "memory");
+}
+
+/// The value of lane 0, which all lanes have: products under way across a branch that may diverge, to the compiler's
+/// knowledge, would be waited for at once.
+__device__ inline int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 template <class C>
 __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  wait_for_stream();
   extern __shared__ unsigned char shared[];
   __shared__ Schedule<kWarps, kMaxSlots> schedule;
+  __shared__ uint64_t barriers[kWarps][kStages];
   const int slots = p.rows_per_unit * p.units_per_phase;
   const uint32_t base = shared_address(shared), queries = (base + kAlignment - 1) / kAlignment * kAlignment;
   auto* const query_bytes = shared + (queries - base);  // [slot][head][128] swizzled
   auto* const weights =
       reinterpret_cast<float*>(query_bytes + C::padded(slots) * C::kSlotBytes);  // [slot][head pair][t][4]
-  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, warpgroup = warp / 4;
+  const int tid = threadIdx.x, lane = tid % 32;
+  const int warp = uniform(tid / 32), warpgroup = warp / 4;
   const int g = lane / 4, t = lane % 4;
   const uint32_t ring = shared_address(weights + C::padded(slots) * C::kHeads) + warp * kStages * kStageBytes;
 
+  const bool keys_in_page = p.cache.page_size % kWarpKeys == 0;
+  if (lane < kStages) mbarrier_init(&barriers[warp][lane], keys_in_page ? 1 : 2 * 32);
+  fence_async_shared();
   int64_t begin, end;
-  if (!schedule.find_stretch(p, begin, end)) return;
+  if (uniform(schedule.find_stretch(p, begin, end)) == 0) return;
 
   const auto* pool = static_cast<const unsigned char*>(p.cache.data);
   const int64_t to_scales = int64_t{p.cache.page_size} * kDim;  // from the start of a page
-  const bool keys_in_page = p.cache.page_size % kWarpKeys == 0;
-  // Copies: a step of the warp takes four keys. Odd keys have their halves swapped, so that eight lanes that read two
-  // keys below meet all banks.
-  const int copy_key = lane / 8;
-  const uint32_t copy_to = copy_key * kDim + ((lane % 8) ^ (copy_key % 2 * 4)) * 16;
-  const int read_swap = g % 2 * 4;
+  int stage_index = 0;                                          // of the next item
+  uint32_t parity = 0;
 
   for (;;) {
     schedule.next_phase(p, begin, end);
-    const bool last_phase = schedule.last_phase(p, end);
+    const bool last_phase = uniform(schedule.last_phase(p, end)) != 0;
     const Part* const parts = schedule.parts;
     // A warpgroup's item is a tile with all rows of the unit; with some of them in a phase of so few tiles that the
     // last round of the warpgroups would weigh.
     const int num_tiles = schedule.num_tiles(p);
-    const int steps = (p.rows_per_unit + C::kRowsPerStep - 1) / C::kRowsPerStep;
-    const int steps_per_item = num_tiles >= 8 * kWarpgroups   ? steps
-                               : num_tiles >= 2 * kWarpgroups ? (steps + 1) / 2
-                                                              : 1;
-    const int items_per_tile = (steps + steps_per_item - 1) / steps_per_item;
-    const int num_items = num_tiles * items_per_tile;
+    const int rows_per_item = num_tiles >= 8 * kWarpgroups || p.rows_per_unit <= C::kRowsPerItem ? p.rows_per_unit
+                              : num_tiles >= 2 * kWarpgroups
+                                  ? (p.rows_per_unit / 2 + C::kRowsPerItem - 1) / C::kRowsPerItem * C::kRowsPerItem
+                                  : C::kRowsPerItem;
+    const int items_per_tile = (p.rows_per_unit + rows_per_item - 1) / rows_per_item;
+    const int num_items = uniform(num_tiles * items_per_tile);
 
-    // Starts the copies of this warp's keys of an item into a stage of its ring.
-    auto start_item = [&](int item, int stage_index) {
-      if (item < num_items) {
-        const uint32_t stage = ring + stage_index * kStageBytes;
-        const int i = item / items_per_tile;
-        const Part& part = parts[schedule.part_of(i)];
-        const int first_key = (part.first_tile + i - part.begin) * kTileKeys + warp % 4 * kWarpKeys;
-        const int count = part.keys - first_key;  // that anybody sees; may be 0 and less
-        if (keys_in_page) {
-          const int64_t page = count > 0 ? part.page_ids[first_key / p.cache.page_size] : -1;
-          const int64_t offset = first_key % p.cache.page_size;
-          const bool known = page >= 0 && page < p.cache.num_pages;
-          const unsigned char* from = pool + (known ? page : 0) * p.cache.page_stride_bytes;
-          const unsigned char* source = from + offset * kDim + lane * 16;
-#pragma unroll
-          for (int s = 0; s < kWarpKeys / 4; ++s)
-            copy_async_16(stage + copy_to + 512 * s, source + 512 * s, known && 4 * s + copy_key < count);
-          if (lane < kWarpKeys) {
-            const uint32_t to = stage + kKeyBytes + 4 * lane;
-            if (known && lane < count) copy_async_4(to, from + to_scales + 4 * (offset + lane));
-            else asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(kNoPage) : "memory");
+    // Where this warp's keys of an item lie; one ahead of their copies, so that nobody waits for a page id. Keys of a
+    // warp that lie in one page are copied as a run; else a lane (of the first 16) has a key.
+    int page = -1, offset = 0;
+    auto look_up = [&](int item) {
+      if (item >= num_items) return;
+      const int i = items_per_tile == 1 ? item : item / items_per_tile;
+      const Part& part = parts[schedule.part_of(i)];
+      const int first_key = (part.first_tile + i - part.begin) * kTileKeys + warp % 4 * kWarpKeys;
+      const int key = keys_in_page ? first_key : first_key + lane % kWarpKeys;
+      page = key < part.keys ? part.page_ids[key / p.cache.page_size] : -1;
+      offset = key % p.cache.page_size;
+    };
+    // Starts the copies of what look_up() found.
+    auto start_item = [&](int item, int to_stage) {
+      if (item >= num_items) return;
+      const uint32_t stage = ring + to_stage * kStageBytes, scales = stage + kKeyBytes;
+      uint64_t* const barrier = &barriers[warp][to_stage];
+      const bool known = page >= 0 && page < p.cache.num_pages;
+      const unsigned char* from = pool + (known ? page : 0) * p.cache.page_stride_bytes;
+      auto no_page = [&] { asm volatile("st.shared.u32 [%0], %1;" ::"r"(scales + 4 * lane), "r"(kNoPage) : "memory"); };
+      if (keys_in_page) {
+        if (known) {
+          if (lane == 0) {
+            arrive_expecting(barrier, kStageBytes);
+            copy_bulk(stage, from + int64_t{offset} * kDim, kKeyBytes, barrier);
+            copy_bulk(scales, from + to_scales + 4 * offset, 4 * kWarpKeys, barrier);
           }
         } else {
-          const int position = first_key + lane;
-          const int64_t page = lane < kWarpKeys && lane < count ? part.page_ids[position / p.cache.page_size] : -1;
-          const int64_t offset = position % p.cache.page_size;
-          const bool known = page >= 0 && page < p.cache.num_pages;
-          const unsigned char* from = pool + (known ? page : 0) * p.cache.page_stride_bytes;
-          const unsigned char* value = known ? from + offset * kDim : nullptr;
-#pragma unroll
-          for (int s = 0; s < kWarpKeys / 4; ++s) {
-            const auto source = reinterpret_cast<const unsigned char*>(
-                __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(value), 4 * s + copy_key));
-            copy_async_16(stage + copy_to + 512 * s, source != nullptr ? source + lane % 8 * 16 : pool,
-                          source != nullptr);
-          }
-          if (lane < kWarpKeys) {
-            const uint32_t to = stage + kKeyBytes + 4 * lane;
-            if (known) copy_async_4(to, from + to_scales + 4 * offset);
-            else asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(kNoPage) : "memory");
-          }
+          if (lane < kWarpKeys) no_page();
+          fence_async_shared();
+          __syncwarp();
+          if (lane == 0) mbarrier_arrive(barrier);
         }
+      } else {
+        const unsigned char* value = known ? from + int64_t{offset} * kDim : nullptr;
+#pragma unroll 1
+        for (int s = 0; s < kWarpKeys / 4; ++s) {
+          const auto source = reinterpret_cast<const unsigned char*>(
+              __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(value), 4 * s + lane / 8));
+          copy_async_16(stage + 512 * s + 16 * lane, source != nullptr ? source + lane % 8 * 16 : pool,
+                        source != nullptr);
+        }
+        if (lane < kWarpKeys) {
+          if (known) copy_async_4(scales + 4 * lane, from + to_scales + 4 * offset);
+          else no_page();
+        }
+        copy_async_arrive(barrier);
+        mbarrier_arrive(barrier);
       }
-      copy_async_commit();
     };
-#pragma unroll
-    for (int s = 0; s < kStages - 1; ++s) start_item(warpgroup + s * kWarpgroups, s);
+    int copy_stage = stage_index;
+#pragma unroll 1
+    for (int s = 0; s < kStages - 1; ++s) {
+      look_up(warpgroup + s * kWarpgroups);
+      start_item(warpgroup + s * kWarpgroups, copy_stage);
+      copy_stage = copy_stage == kStages - 1 ? 0 : copy_stage + 1;
+    }
+    look_up(warpgroup + (kStages - 1) * kWarpgroups);
 
     // ---- queries and weights of the phase ----
+#pragma unroll 2
     for (int i = tid; i < slots * C::kHeads * (kDim / 16); i += kThreads) {
       const int piece = i % (kDim / 16), h = i / (kDim / 16) % C::kHeads, slot = i / (kDim / 16 * C::kHeads);
       const Part& part = parts[slot / p.rows_per_unit];
@@ -302,6 +300,7 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
       for (int j = 0; j < 4; ++j)  // byte 32 (2 c + j / 2) + 16 (j % 2) of the head: its piece 4 c + j
         *reinterpret_cast<uint32_t*>(to + (((piece / 4 * 4 + j) ^ (h % 8)) * 16)) = words[j];
     }
+#pragma unroll 1
     for (int i = tid; i < slots * C::kHeads; i += kThreads) {
       const int h = i % C::kHeads, slot = i / C::kHeads;
       const Part& part = parts[slot / p.rows_per_unit];
@@ -314,20 +313,16 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
     __syncthreads();
 
     // ---- items ----
-    int stage_index = 0;
 #pragma unroll 1
     for (int item = warpgroup; item < num_items; item += kWarpgroups) {
-      const int i = item / items_per_tile, e = schedule.part_of(i);
-      const int tile_key = (parts[e].first_tile + i - parts[e].begin) * kTileKeys;
       const uint32_t stage = ring + stage_index * kStageBytes;
-      copy_async_wait<kStages - 2>();
-      __syncwarp();
+      mbarrier_wait(&barriers[warp][stage_index], parity);
       uint32_t keys[kDim / 32][4];  // A of each step: key g, key g + 8, then the same four values of K further on
 #pragma unroll
       for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const uint32_t at = stage + (8 * h + g) * kDim + ((4 * c + t) ^ read_swap) * 16;
+          const uint32_t at = stage + (8 * h + g) * kDim + (4 * c + t) * 16;
           asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                        : "=r"(keys[2 * c][h]), "=r"(keys[2 * c][2 + h]), "=r"(keys[2 * c + 1][h]),
                          "=r"(keys[2 * c + 1][2 + h])
@@ -339,23 +334,66 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
       for (int h = 0; h < 2; ++h)
         asm volatile("ld.shared.f32 %0, [%1];" : "=f"(scale[h]) : "r"(stage + kKeyBytes + 4 * (8 * h + g)) : "memory");
       __syncwarp();
+      if (++stage_index == kStages) stage_index = 0, parity ^= 1;
       // The stage that the item before this one was read from.
-      start_item(item + (kStages - 1) * kWarpgroups, stage_index == 0 ? kStages - 1 : stage_index - 1);
-      stage_index = stage_index == kStages - 1 ? 0 : stage_index + 1;
+      start_item(item + (kStages - 1) * kWarpgroups, stage_index + 1 == kStages ? 0 : stage_index + 1);
+      look_up(item + kStages * kWarpgroups);
 
-      const int first = item % items_per_tile * steps_per_item * C::kRowsPerStep;
-      const int last = min(first + steps_per_item * C::kRowsPerStep, parts[e].num_rows);
+      const int i = items_per_tile == 1 ? item : item / items_per_tile, e = schedule.part_of(i);
+      const int tile_key = (parts[e].first_tile + i - parts[e].begin) * kTileKeys;
+      int r = (item - i * items_per_tile) * rows_per_item;
+      const int first_slot = e * p.rows_per_unit, last = uniform(min(r + rows_per_item, parts[e].num_rows));
+      // Later rows see no less, so rows that do not see the tile come first.
+      while (r < last && schedule.bounds[first_slot + min(r + C::kRowsPerStep, last) - 1] <= tile_key)
+        r += C::kRowsPerStep;
+      r = uniform(r);
+
+      const int64_t out_row = parts[e].first_row - p.block.first_row;
+      const int warp_key = tile_key + warp % 4 * kWarpKeys;
+      auto store = [&](int row, int key, float sum, float key_scale) {
+        const bool seen = row < last && warp_key + key < schedule.bounds[first_slot + min(row, last - 1)];
+        // A page outside the pool cannot be scored: the lowest rank, so that it is never preferred to a real key.
+        const float logit = __float_as_uint(key_scale) == kNoPage ? -INFINITY : sum * key_scale;
+        const int64_t at = (out_row + row) * p.block.stride + warp_key + key;
+        store_if(seen && !p.block.bf16, static_cast<float*>(p.block.logits) + at, logit);
+        store_if(seen && p.block.bf16, static_cast<uint16_t*>(p.block.logits) + at, float_to_bf16(logit));
+      };
+      const int my_half = t % 2;
+      const float my_scale = my_half != 0 ? scale[1] : scale[0];
+      const uint64_t b = k_major(queries + first_slot * C::kSlotBytes);
+      const auto* w = reinterpret_cast<const float4*>(weights + first_slot * C::kHeads) + t;
+      // Steps of one product each, two sets of accumulators: the products of the next step run under relu and weights
+      // of this one. Unrolled, since products that are under way across a branch would be waited for there.
+      auto score = [&]<int kSteps>(std::integral_constant<int, kSteps>) {
+        float acc[2][kColumns / 2], sum[2][C::kRowsPerStep][2];
+        auto start = [&](int step) {
+          start_products(acc[step % 2], keys, b + ((r + step * C::kRowsPerStep) * C::kSlotBytes >> 4));
+        };
+        start(0);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          const int row = r + step * C::kRowsPerStep;
+          if (step + 1 < kSteps) {
+            start(step + 1);
+            wait_for<1>(acc[step % 2]);
+          } else {
+            wait_for<0>(acc[step % 2]);
+          }
+          reduce_heads<C::kHeads>(sum[step % 2], acc[step % 2], w + row * (C::kHeads / 4));
+          if constexpr (C::kRowsPerStep == 2) {
+            store(row + t / 2, g + 8 * my_half, exchange(sum[step % 2][0], sum[step % 2][1]), my_scale);
+          } else if (kSteps == 1) {
+            store(t < 2 ? row : last, g + 8 * my_half, exchange(sum[0][0], sum[0][0]), my_scale);
+          } else if (step % 2 == 1) {
+            store(row - 1 + t / 2, g + 8 * my_half, exchange(sum[0][0], sum[1][0]), my_scale);
+          }
+        }
+        r += kSteps * C::kRowsPerStep;
+      };
 #pragma unroll 1
-      for (int r = first; r < last; r += C::kRowsPerStep) {
-        const int slot = e * p.rows_per_unit + r, rows = min(C::kRowsPerStep, last - r);
-        if (schedule.bounds[slot + rows - 1] <= tile_key) continue;  // later rows see no less: nobody sees the tile
-        const Target to{p.block, parts[e].first_row + r - p.block.first_row, tile_key + warp % 4 * kWarpKeys,
-                        schedule.bounds + slot, rows};
-        const uint64_t b = k_major(queries + slot * C::kSlotBytes);
-        const auto* w = reinterpret_cast<const float4*>(weights + slot * C::kHeads);
-        if (rows * C::kHeads > kColumns / 2) score<C::kHeads, kColumns>(keys, b, w, scale, to);
-        else score<C::kHeads, kColumns / 2>(keys, b, w, scale, to);
-      }
+      while (last - r > 3 * C::kRowsPerStep) score(std::integral_constant<int, 4>());
+      if (last - r > C::kRowsPerStep) score(std::integral_constant<int, 2>());
+      if (last > r) score(std::integral_constant<int, 1>());
     }
     if (last_phase) return;
   }
