@@ -31,6 +31,7 @@ struct Problem {
   IndexCacheView cache;
   Rows rows;
   Pages pages;
+  int page_shift;  // log2 of page_size, or -1: divisions are slow
   LogitBlock block;
   int rows_per_unit, units_per_phase;
   int fixed_tiles;            // what a unit costs beside its tiles, in tiles
@@ -50,6 +51,9 @@ inline Problem make_problem(const TensorView& q, const TensorView& weights, cons
   p.cache = cache;
   p.rows = make_rows(rows);
   p.pages = make_pages(pages);
+  p.page_shift = -1;
+  for (int shift = 0; shift < 31; ++shift)
+    if (cache.page_size == 1 << shift) p.page_shift = shift;
   p.block = block;
   return p;
 }
@@ -77,6 +81,14 @@ inline void choose_units(Problem& p, int64_t num_rows, int slots) {
     p.first_unit = unit_of(p.block.first_row);
     p.num_units = unit_of(last_row) + 1 - p.first_unit;
   }
+}
+
+struct PagePlace {
+  int index, offset;  // of a position: which page of the list, and where in it
+};
+__device__ inline PagePlace place_in_page(const Problem& p, int position) {
+  if (p.page_shift >= 0) return {position >> p.page_shift, position & ((1 << p.page_shift) - 1)};
+  return {position / p.cache.page_size, position % p.cache.page_size};
 }
 
 /// Rows and requests are 32-bit numbers, as cumulative lengths and positions are: 64-bit divisions are slow.

@@ -218,8 +218,9 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
       const int i = item / items_per_tile;
       const Part& part = parts[schedule.part_of(i)];
       const int first_key = (part.first_tile + i - part.begin) * kTileKeys;
-      page = part.page_ids[first_key / p.cache.page_size];
-      offset = first_key % p.cache.page_size;
+      const PagePlace place = place_in_page(p, first_key);
+      page = part.page_ids[place.index];
+      offset = place.offset;
       count = part.keys - first_key;
     };
     auto start_tile = [&](int item) {

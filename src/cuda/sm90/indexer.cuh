@@ -233,8 +233,9 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
       const Part& part = parts[schedule.part_of(i)];
       const int first_key = (part.first_tile + i - part.begin) * kTileKeys + warp % 4 * kWarpKeys;
       const int key = keys_in_page ? first_key : first_key + lane % kWarpKeys;
-      page = key < part.keys ? part.page_ids[key / p.cache.page_size] : -1;
-      offset = key % p.cache.page_size;
+      const PagePlace place = place_in_page(p, key);
+      page = key < part.keys ? part.page_ids[place.index] : -1;
+      offset = place.offset;
     };
     // Starts the copies of what look_up() found.
     auto start_item = [&](int item, int to_stage) {
