@@ -42,6 +42,22 @@ __device__ inline uint32_t round_to_bf16x2(float low, float high) {
   return y;
 }
 
+/// *p before one is added to it. Not atomicAdd, which the assembler turns into one for all lanes and a shuffle, which
+/// waits for the result at once; an increment that wraps at 2^31 - 1 is left alone.
+__device__ inline int fetch_increment(int* p) {
+  int before;
+  asm volatile("atom.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(before) : "l"(p) : "memory");
+  return before;
+}
+
+/// seen + 0 * x for two bf16 values: 0 as long as all of them have been finite, NaN from then on.
+__device__ inline uint32_t note_non_finite(uint32_t seen, uint32_t x) {
+  uint32_t y;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0), "r"(seen));
+  return y;
+}
+__device__ inline bool any_non_finite(uint32_t seen) { return (seen & 0x7fff7fffu) != 0; }
+
 /// 16 bytes from global to shared memory, past the L1; `copy` false writes zeros and reads nothing.
 __device__ inline void copy_async_16(uint32_t shared, const void* global, bool copy) {
   const int bytes = copy ? 16 : 0;

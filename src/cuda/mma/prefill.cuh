@@ -30,6 +30,7 @@
 
 #include "cuda/common/mma.cuh"
 #include "cuda/common/prefill_problem.cuh"
+#include "cuda/common/prefill_values.cuh"
 
 namespace gannet {
 inline namespace v0 {
@@ -58,46 +59,6 @@ struct PrefillConfig {
   static constexpr int kValueGroups = kDv / 64;
   static_assert(kDk % 64 == 0 && kDv % 64 == 0 && kRowBytes % 128 == 0 && kValueBytes <= kRowBytes);
 };
-
-/// acc += P V for one tile of 16 rows when V holds values that are not finite and rows see different keys: each row has
-/// its own product, in which keys that it does not see are zeros on both sides. The sums are those of the usual way, in
-/// its order. `bound`: keys of this tile that the row of lane 0 sees; each later row sees one more.
-template <int kValueDim, int kSteps>
-struct RowTile {
-  float acc[kValueDim / 8][4];
-  uint32_t weights[kSteps][4];
-};
-template <int kValueDim, int kSteps>
-__device__ __noinline__ void values_by_row(RowTile<kValueDim, kSteps>& t, uint32_t v_address, int row_bytes, int bound,
-                                           int num_keys) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, quad = lane % 4;
-#pragma unroll 1
-  for (int r = 0; r < 16; ++r) {
-    const int sees = min(bound + r, num_keys);
-    const bool own = lane / 4 == r % 8;
-#pragma unroll 1
-    for (int k = 0; k < kSteps; ++k) {
-      uint32_t a[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a[i] = own && (r >= 8) == (i % 2 == 1) ? t.weights[k][i] : 0;
-      auto keep = [&](int key) { return (key < sees ? 0xffffu : 0) | (key + 1 < sees ? 0xffff0000u : 0); };
-      const uint32_t low = keep(16 * k + 2 * quad), high = keep(16 * k + 2 * quad + 8);
-#pragma unroll 1
-      for (int n = 0; n < kValueDim / 16; ++n) {
-        uint32_t b[4];
-        ldmatrix_x4_trans(b, (v_address ^ ((n & 3) << 5)) + (n >> 2) * 128 + k * 16 * row_bytes);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float(&c)[4] = t.acc[2 * n + i];
-          float d[4] = {c[0], c[1], c[2], c[3]};
-          mma_bf16(d, a, b[2 * i] & low, b[2 * i + 1] & high);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) c[j] = own && (r >= 8) == (j >= 2) ? d[j] : c[j];
-        }
-      }
-    }
-  }
-}
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 2) prefill_kernel(const __grid_constant__ Problem p) {
@@ -222,15 +183,14 @@ __global__ void __launch_bounds__(C::kThreads, 2) prefill_kernel(const __grid_co
     const bool masked = first + C::kKeys > least;
     bool by_row = false;
     if (masked && least < most) {  // some rows see keys of this tile that others do not: look for what is not finite
-      bool found = false;
+      uint32_t seen = 0;
 #pragma unroll
       for (int i = 0; i < C::kValueSize / (16 * C::kThreads); ++i) {
         const uint4 v =
             *reinterpret_cast<const uint4*>(shared + C::kQuerySize + C::kKeySize + 16 * (tid + i * C::kThreads));
-        for (const uint32_t w : {v.x, v.y, v.z, v.w})
-          found |= (w & 0x7f80u) == 0x7f80u || (w & 0x7f800000u) == 0x7f800000u;
+        seen = note_non_finite(note_non_finite(note_non_finite(note_non_finite(seen, v.x), v.y), v.z), v.w);
       }
-      by_row = __syncthreads_or(found) != 0;
+      by_row = __syncthreads_or(any_non_finite(seen)) != 0;
     }
     if (!active) continue;
 
@@ -317,23 +277,9 @@ __global__ void __launch_bounds__(C::kThreads, 2) prefill_kernel(const __grid_co
         }
     } else {
 #pragma unroll
-      for (int m = 0; m < C::kRowTiles; ++m) {
-        RowTile<C::kDv, C::kKeys / 16> copy;  // a call takes addresses: the accumulators themselves stay in registers
-#pragma unroll
-        for (int n = 0; n < C::kDv / 8; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) copy.acc[n][i] = acc[m][n][i];
-#pragma unroll
-        for (int k = 0; k < C::kKeys / 16; ++k)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) copy.weights[k][i] = weights[m][k][i];
-        values_by_row(copy, v_address, C::kValueBytes, kept.first_sees + warp_row + 16 * m - first,
-                      kept.num_keys - first);
-#pragma unroll
-        for (int n = 0; n < C::kDv / 8; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) acc[m][n][i] = copy.acc[n][i];
-      }
+      for (int m = 0; m < C::kRowTiles; ++m)
+        prefill::values_by_row(acc[m], weights[m], v_address, 128, C::kValueBytes,
+                               kept.first_sees + warp_row + 16 * m - first, kept.num_keys - first);
     }
   }
   copy_async_wait<0>();

@@ -41,6 +41,15 @@ std::string refuses_indexer(const Params& p, int64_t num_columns) {
 
 std::string refuses_index_logits(const IndexLogits& p) { return refuses_indexer(p, p.logits.shape[1]); }
 
+std::string refuses_ragged(const RaggedPrefill& p) {
+  if (p.q.dtype != DType::kBf16) return fmt::format("q is {}; accepted: bf16", to_string(p.q.dtype));
+  if (p.q.shape[2] != 192 || p.v.shape[2] != 128)
+    return fmt::format("keys and values are {} and {} wide; accepted: 192 and 128", p.q.shape[2], p.v.shape[2]);
+  if (p.k_rope.given() && p.k_rope.shape[1] != 64)
+    return fmt::format("k_rope is {} wide; accepted: 64", p.k_rope.shape[1]);
+  return {};
+}
+
 }  // namespace
 
 const ImplementationSet& sm90_set() noexcept {
@@ -56,6 +65,7 @@ const ImplementationSet& sm90_set() noexcept {
                    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major == 9;
           },
       .batch_invariant = false,
+      .ragged_prefill = {refuses_ragged, sm90::workspace_ragged_prefill, sm90::run_ragged_prefill},
       .mla_decode = {refuses_dense, sm90::workspace_mla_decode, sm90::run_mla_decode},
       .index_logits = {refuses_index_logits, nullptr, sm90::run_index_logits},
       .sparse_attention = {refuses_absorbed<SparseAttention>, sm90::workspace_sparse_attention,

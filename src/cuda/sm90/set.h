@@ -11,8 +11,10 @@ inline namespace v0 {
 namespace cuda {
 namespace sm90 {
 
+size_t workspace_ragged_prefill(const RaggedPrefill& p, int num_workers);
 size_t workspace_mla_decode(const MlaDecode& p, int num_workers);
 size_t workspace_sparse_attention(const SparseAttention& p, int num_workers);
+void run_ragged_prefill(const RaggedPrefill& p, const RunContext& c);
 void run_mla_decode(const MlaDecode& p, const RunContext& c);
 void run_sparse_attention(const SparseAttention& p, const RunContext& c);
 void run_index_logits(const IndexLogits& p, const RunContext& c);

@@ -1,0 +1,37 @@
+// Launches the Hopper kernel of ragged prefill: blocks that persist, and the counter from which they take tiles.
+#include <algorithm>
+
+#include "cuda/common/check.h"
+#include "cuda/sm90/prefill.cuh"
+#include "cuda/sm90/set.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace cuda {
+namespace sm90 {
+
+size_t workspace_ragged_prefill(const RaggedPrefill&, int) { return sizeof(int); }
+
+void run_ragged_prefill(const RaggedPrefill& p, const RunContext& c) {
+  const char* function = RaggedPrefill::kName;
+  const DeviceGuard guard(function, p.q.device.index);
+  const prefill::Problem problem = prefill::make_problem(p);
+  const int64_t ids =
+      prefill::num_tile_ids(problem.q_rows, problem.num_requests, ragged::kTileRows) * problem.num_heads;
+  if (problem.num_requests == 0) return;  // rows of no request
+  int sms = 0;
+  GANNET_CUDA(function, cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, p.q.device.index));
+  const auto stream = static_cast<cudaStream_t>(c.stream.handle);
+  auto* counter = reinterpret_cast<int*>(c.workspace);
+  GANNET_CUDA(function, cudaMemsetAsync(counter, 0, sizeof(int), stream));
+  GANNET_CUDA(function, cudaFuncSetAttribute(ragged::prefill_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             ragged::kSharedBytes));
+  ragged::prefill_kernel<<<static_cast<unsigned>(std::min<int64_t>(sms, ids)), ragged::kThreads, ragged::kSharedBytes,
+                           stream>>>(problem, counter, static_cast<int>(ids));
+  GANNET_CUDA(function, cudaGetLastError());
+}
+
+}  // namespace sm90
+}  // namespace cuda
+}  // namespace v0
+}  // namespace gannet
