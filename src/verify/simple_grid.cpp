@@ -72,14 +72,15 @@ void verify_caches(Recorder& r) {
   for (const LatentFormat format : kLatentFormats) {
     for (const DType dtype : {DType::kF32, DType::kBf16}) {
       for (const int32_t page_size : {1, 3, 32, 64, 1024}) {
-        for (const bool wide : {false, true}) {  // also: int64 slots, strided rows, gaps between pages
+        for (const bool wide : {false, true}) {  // also: int64 slots, strided rows, gaps between pages and their rows
           const int64_t num_pages = page_size == 1024 ? 2 : 200 / page_size + 2;
           const int64_t n = 40;
           LatentCacheView view;
           view.format = format;
           view.scale = format == LatentFormat::kE4m3 ? 0.0371f : 0.0f;
-          const auto memory =
-              make_cache(view, latent_row_bytes(format, view.geometry), page_size, num_pages, wide ? 4096 : 0);
+          if (wide && format != LatentFormat::kE4m3PerToken)
+            view.row_stride_bytes = latent_row_bytes(format, view.geometry) + 48;
+          const auto memory = make_cache(view, view.row_stride(), page_size, num_pages, wide ? 4096 : 0);
           const std::vector<int32_t> list = make_slots(n, view.num_slots(), 3);
           const Tensor slots = wide ? widen(list) : make_ints(list);
           const std::string detail = fmt::format("page size {}", page_size);

@@ -5,6 +5,7 @@
 #include <functional>
 #include <limits>
 
+#include "cuda/common/refuse.h"
 #include "verify/problem.h"
 
 namespace {
@@ -781,6 +782,38 @@ TEST(Checks, ImplementationsAreForcedByName) {
   const Context context;
   EXPECT_STRNE(OpPlan<MlaDecode>(context, decode()).impl(), "ref");
   EXPECT_STREQ(OpPlan<MlaDecode>(context, decode(), {.impl = "ref"}).impl(), "ref");
+}
+
+TEST(Checks, SetsSayWhatTheyLeaveToOthers) {
+  // The CPU kernels: pages of planes in lists.
+  SparseAttention planes = sparse();
+  planes.cache = latent_cache(LatentFormat::kE4m3PerToken);
+  planes.cache.page_stride_bytes = 4096;
+  for (const char* impl : {"portable", "avx512_bf16"}) {
+    try {
+      const OpPlan<SparseAttention> plan(Context{}, planes, {.impl = impl});
+      ADD_FAILURE() << impl;
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), ErrorCode::kUnsupported);
+      const std::string text = e.what();
+      EXPECT_TRUE(text.find("cache.format is e4m3_per_token; accepted: fp32, bf16, e4m3 or packed656") !=
+                      std::string::npos ||
+                  text.find("this machine lacks its instructions") != std::string::npos ||
+                  text.find("not part of this build") != std::string::npos)
+          << text;
+    }
+  }
+  // The tuned CUDA kernels, in words that a build without CUDA has too.
+  EXPECT_EQ(cuda::refuses_options(decode()), "");
+  MlaDecode p = decode();
+  p.attn_sink = at<float>({3});
+  EXPECT_EQ(cuda::refuses_options(p), "attn_sink is given; accepted: none");
+  p = decode();
+  p.max_logits = at<float>({4, 3});
+  EXPECT_EQ(cuda::refuses_options(p), "max_logits is given; accepted: none");
+  p = decode();
+  p.cache.row_stride_bytes = 336;
+  EXPECT_EQ(cuda::refuses_options(p), "cache.row_stride_bytes is 336; accepted: 0");
 }
 
 TEST(Checks, AWorkspaceThatIsTooSmallIsRefused) {
