@@ -5,8 +5,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
+#include <cmath>
 #include <csignal>
 #include <cstdio>
+
+#include "model/json_file.h"
 
 namespace gannet::cli {
 namespace {
@@ -29,7 +33,7 @@ void refuse(const std::string& option, const std::string& value, const std::stri
 void add_machine_options(CLI::App& command, MachineOptions& options) {
   command.add_option("--threads", options.threads, "Threads; 0: as many as this process may run on")
       ->envname("GANNET_THREADS")
-      ->check(CLI::Range(0, 4096))
+      ->check(CLI::Range(0, kMaxThreads))
       ->capture_default_str();
   command
       .add_option(
@@ -40,9 +44,39 @@ void add_machine_options(CLI::App& command, MachineOptions& options) {
 
 Machine::Machine(const MachineOptions& options) : pool({.num_threads = options.threads}), context{.executor = &pool} {}
 
+void check_impl(const std::string& impl) {
+  if (impl.empty()) return;
+  std::string names;
+  bool known = false, here = false;
+  for (const ImplInfo& i : list_all_implementations()) {
+    known = known || i.name == impl;
+    here = here || (i.name == impl && i.runs_here);
+    if (i.runs_here && names.find(i.name) == std::string::npos)
+      names += (names.empty() ? "" : ", ") + std::string(i.name);
+  }
+  if (!known) refuse("--impl", impl, names);
+  if (!here) refuse("--impl", impl + ", which does not run on this machine", names);
+}
+
+CLI::Validator number_from(double low, double high) {
+  return CLI::Validator(
+      [low, high](const std::string& text) {
+        double value = 0.0;
+        const char* const end = text.data() + text.size();
+        const auto [stop, error] = std::from_chars(text.data(), end, value);
+        if (error == std::errc() && stop == end && value >= low && value <= high) return std::string();
+        return fmt::format("\"{}\" is no number from {} to {}", text, low, high);
+      },
+      fmt::format("NUMBER in [{} - {}]", low, high));
+}
+
 void add_cache_options(CLI::App& command, CacheOptions& options) {
-  command.add_option("--kv-dtype", options.kv_dtype, "Latent cache: fp32 or bf16")->capture_default_str();
-  command.add_option("--index-dtype", options.index_dtype, "Index-key cache of sparse models: fp32, bf16 or fp8")
+  command.add_option("--kv-dtype", options.kv_dtype, fmt::format("Latent cache: {}", kLatentNames))
+      ->capture_default_str();
+  add_scale_option(command, options.kv_scale);
+  command
+      .add_option("--index-dtype", options.index_dtype,
+                  fmt::format("Index-key cache of sparse models: {} (fp8 with power-of-two scales)", kIndexNames))
       ->capture_default_str();
   add_query_option(command, options.query_dtype);
   command
@@ -50,17 +84,23 @@ void add_cache_options(CLI::App& command, CacheOptions& options) {
       ->capture_default_str();
 }
 
-LatentFormat latent_format(const std::string& name) {
-  if (name == "fp32") return LatentFormat::kF32;
-  if (name == "bf16") return LatentFormat::kBf16;
-  refuse("--kv-dtype", name, "fp32, bf16");
-}
-
-IndexKFormat index_format(const std::string& name) {
-  if (name == "fp32") return IndexKFormat::kF32;
-  if (name == "bf16") return IndexKFormat::kBf16;
-  if (name == "fp8") return IndexKFormat::kE4m3;
-  refuse("--index-dtype", name, "fp32, bf16, fp8");
+CacheFormats cache_formats(const std::string& kv_dtype, std::optional<float> kv_scale, const std::string& index_dtype) {
+  CacheFormats f;
+  bool found = false;
+  for (const LatentFormat latent : {LatentFormat::kF32, LatentFormat::kBf16, LatentFormat::kE4m3,
+                                    LatentFormat::kPacked656, LatentFormat::kE4m3PerToken})
+    if (kv_dtype == to_string(latent)) f.latent = latent, found = true;
+  if (!found) refuse("--kv-dtype", kv_dtype, kLatentNames);
+  if (f.latent == LatentFormat::kE4m3) f.latent_scale = kv_scale.value_or(1.0f);
+  else if (kv_scale) refuse("--kv-scale", fmt::format("{}", *kv_scale), "none, but with --kv-dtype e4m3");
+  if (f.latent == LatentFormat::kE4m3 && !(std::isfinite(f.latent_scale) && f.latent_scale > 0.0f))
+    refuse("--kv-scale", fmt::format("{}", f.latent_scale), "a finite positive number");
+  if (index_dtype == "fp32") f.index = IndexKFormat::kF32;
+  else if (index_dtype == "bf16") f.index = IndexKFormat::kBf16;
+  else if (index_dtype == "fp8") f.index = IndexKFormat::kE4m3;
+  else if (index_dtype == "fp8_pow2") f.index_scale = ScaleFormat::kPowerOfTwo;
+  else refuse("--index-dtype", index_dtype, kIndexNames);
+  return f;
 }
 
 QueryPrecision query_precision(const std::string& name, LatentFormat latent, bool sparse) {
@@ -81,11 +121,17 @@ void add_query_option(CLI::App& command, std::string& query_dtype) {
       ->capture_default_str();
 }
 
+void add_scale_option(CLI::App& command, std::optional<float>& kv_scale) {
+  command.add_option("--kv-scale", kv_scale,
+                     "The scale of --kv-dtype e4m3: a value is stored divided by it; default 1");
+}
+
 void warn_unknown_tensors(const Decoder& decoder) {
   constexpr size_t kShown = 3;
   const std::vector<std::string>& names = decoder.unknown_tensors();
   for (size_t i = 0; i < std::min(names.size(), kShown); ++i)
-    std::fprintf(stderr, "gannet: warning: tensor %s is not part of this model and is not used\n", names[i].c_str());
+    std::fprintf(stderr, "gannet: warning: tensor %s is not part of this model and is not used\n",
+                 show_text(names[i]).c_str());
   if (names.size() > kShown)
     std::fprintf(stderr, "gannet: warning: and %zu more tensors that are not used\n", names.size() - kShown);
 }

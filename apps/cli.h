@@ -8,6 +8,7 @@
 #include <CLI/CLI.hpp>
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,8 +33,14 @@ struct MachineOptions {
   int threads = 0;
   std::string impl;
 };
+// A pool of more threads than any machine here has CPUs only takes memory; three times as many as there are is a test.
+inline constexpr int kMaxThreads = 1024;
 /// --threads (GANNET_THREADS) and --impl (GANNET_IMPL).
 void add_machine_options(CLI::App& command, MachineOptions& options);
+/// Throws for an --impl that no operation has, or that does not run here.
+void check_impl(const std::string& impl);
+/// Accepts numbers from `low` to `high`, and no NaN, which CLI::Range lets pass.
+CLI::Validator number_from(double low, double high);
 
 /// A pool of threads and the context over it.
 struct Machine {
@@ -44,17 +51,29 @@ struct Machine {
 
 struct CacheOptions {
   std::string kv_dtype = "bf16";
+  std::optional<float> kv_scale;
   std::string index_dtype = "fp8";
   std::string query_dtype = "auto";
   int32_t page_size = 64;
 };
-/// --kv-dtype, --index-dtype, --query-dtype and --page-size.
+/// --kv-dtype, --kv-scale, --index-dtype, --query-dtype and --page-size.
 void add_cache_options(CLI::App& command, CacheOptions& options);
-LatentFormat latent_format(const std::string& name);
-IndexKFormat index_format(const std::string& name);
+
+/// Formats of the caches, by the names that the command has for them.
+struct CacheFormats {
+  LatentFormat latent = LatentFormat::kBf16;
+  float latent_scale = 0.0f;
+  IndexKFormat index = IndexKFormat::kE4m3;
+  ScaleFormat index_scale = ScaleFormat::kFp32;
+};
+inline constexpr const char* kLatentNames = "fp32, bf16, e4m3, packed656, e4m3_per_token";
+inline constexpr const char* kIndexNames = "fp32, bf16, fp8, fp8_pow2";
+/// Throws for names that are none of those, and for a scale of another format than e4m3, whose scale is 1 by default.
+CacheFormats cache_formats(const std::string& kv_dtype, std::optional<float> kv_scale, const std::string& index_dtype);
 QueryPrecision query_precision(const std::string& name, LatentFormat latent, bool sparse);
-/// --query-dtype alone.
+/// --query-dtype alone, and --kv-scale alone.
 void add_query_option(CLI::App& command, std::string& query_dtype);
+void add_scale_option(CLI::App& command, std::optional<float>& kv_scale);
 
 /// Writes a warning for each tensor that the model does not know (up to a few).
 void warn_unknown_tensors(const Decoder& decoder);

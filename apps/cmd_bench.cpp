@@ -7,6 +7,7 @@
 
 #include "bench/bench.h"
 #include "bench/cuda_bench.h"
+#include "cli.h"
 #include "gannet/error.h"
 
 namespace {
@@ -29,6 +30,34 @@ void add_choice(CLI::App& command, const char* name, Target& target, const std::
       .add_option_function<std::string>(
           name, [&target, &values](const std::string& key) { target = values.at(key); }, text)
       ->check(CLI::IsMember(names));
+}
+
+/// Throws where one of the options was given: `accepted` says what it goes with.
+void refuse_given(const CLI::App& command, std::initializer_list<const char*> names, const std::string& accepted) {
+  for (const char* name : names)
+    if (const CLI::Option* option = command.get_option(name); option->count() > 0)
+      gannet::cli::refuse(name, option->results().front(), accepted);
+}
+
+/// What can be said about the options before anything is measured.
+void check_cpu_options(const CLI::App& command, const gannet::bench::Options& options) {
+  refuse_given(command, {"--against", "--where", "--every"}, "only with --device cuda");
+  if (options.impl != "all") gannet::cli::check_impl(options.impl);
+  const bool all = options.ops.empty();
+  const bool generate =
+      std::find(options.ops.begin(), options.ops.end(), gannet::bench::kGenerate) != options.ops.end();
+  if (!all && !generate)
+    refuse_given(command, {"--model", "--prompt-tokens", "--new-tokens", "--chunk"}, "only with --op generate, or all");
+  if (command.get_option("--model")->count() == 0) {
+    refuse_given(command, {"--prompt-tokens", "--new-tokens", "--chunk"}, "only with --model");
+    return;
+  }
+  if (options.generate.model.empty()) gannet::cli::refuse("--model", "empty", "the directory of a checkpoint");
+  const gannet::Checkpoint checkpoint = gannet::Checkpoint::open(options.generate.model);
+  const int64_t context = checkpoint.config().max_position_embeddings;
+  if (options.generate.prompt_tokens > context)
+    gannet::cli::refuse("--prompt-tokens", std::to_string(options.generate.prompt_tokens),
+                        "at most max_position_embeddings, " + std::to_string(context));
 }
 
 std::vector<std::string> op_names() {
@@ -93,7 +122,8 @@ void add_bench_command(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--impl", options->impl,
                       "Implementation by name, or \"all\" that run here (default: what a plan chooses)");
-  command->add_option("--threads", options->threads, "Threads (default: all)")->check(CLI::Range(1, 4096));
+  command->add_option("--threads", options->threads, "Threads (default: all)")
+      ->check(CLI::Range(1, gannet::cli::kMaxThreads));
   command->add_flag_callback(
       "--cpu-time", [options] { options->clock = gannet::bench::ClockKind::kThreadCpu; },
       "Count the CPU time that the thread got, for a machine that others use; needs --threads 1");
@@ -101,11 +131,12 @@ void add_bench_command(CLI::App& app) {
       ->check(CLI::Range(1, 10000))
       ->capture_default_str();
   command->add_option("--min-time", options->min_time, "Seconds a round and implementation")
-      ->check(CLI::Range(0.0, 3600.0))
+      ->check(gannet::cli::number_from(0.0, 3600.0))
       ->capture_default_str();
   command->add_option("--json", options->json_file, "Append one JSON line a row to this file");
-  command->callback([options, cuda, device] {
+  command->callback([command, options, cuda, device] {
     if (*device == "cuda") {
+      refuse_given(*command, {"--model", "--prompt-tokens", "--new-tokens", "--chunk"}, "only with --device cpu");
       cuda->ops = options->ops;
       cuda->impl = options->impl;
       cuda->json = options->json_file;
@@ -122,6 +153,7 @@ void add_bench_command(CLI::App& app) {
         throw gannet::Error(gannet::ErrorCode::kInvalidArgument, "[bench] --op is \"" + op + "\"; accepted: " + names);
       }
     }
+    check_cpu_options(*command, *options);
     gannet::bench::run(*options, std::cout, std::cerr);
   });
 }

@@ -32,6 +32,7 @@ struct GenerateOptions {
   uint64_t seed = 0;
   int64_t chunk = 0;
   int64_t pages = 0;
+  int32_t speculate = 0;
   std::string backend;
   bool json = false;
   bool text_only = false;
@@ -120,8 +121,8 @@ std::string implementations_text(Decoder& decoder) {
 void run_generate(const GenerateOptions& o) {
   if (int{o.prompt.has_value()} + int{o.prompt_file.has_value()} + int{o.ids.has_value()} > 1)
     throw Error(ErrorCode::kInvalidArgument, "--prompt, --prompt-file and --ids exclude each other");
-  const LatentFormat latent = latent_format(o.cache.kv_dtype);
-  const IndexKFormat index = index_format(o.cache.index_dtype);
+  const CacheFormats formats = cache_formats(o.cache.kv_dtype, o.cache.kv_scale, o.cache.index_dtype);
+  check_impl(o.machine.impl);
   if (o.cache.page_size < 1) refuse("--page-size", std::to_string(o.cache.page_size), "32, 64");
 
   Checkpoint checkpoint = Checkpoint::open(o.model);
@@ -179,12 +180,15 @@ void run_generate(const GenerateOptions& o) {
   Decoder decoder(machine.context, checkpoint,
                   {.backend = o.backend,
                    .impl = o.machine.impl,
-                   .latent_format = latent,
-                   .index_format = index,
+                   .latent_format = formats.latent,
+                   .latent_scale = formats.latent_scale,
+                   .index_format = formats.index,
+                   .index_scale_format = formats.index_scale,
                    .page_size = o.cache.page_size,
                    .num_pages = pages + 1,  // page 0 is nobody's
-                   .query = query_precision(o.cache.query_dtype, latent, config.is_dsa()),
-                   .invariant = o.invariant});
+                   .query = query_precision(o.cache.query_dtype, formats.latent, config.is_dsa()),
+                   .invariant = o.invariant,
+                   .draft = o.speculate > 0});
   warn_unknown_tensors(decoder);
   catch_interrupts();
   read_ahead(checkpoint);
@@ -206,7 +210,7 @@ void run_generate(const GenerateOptions& o) {
     }
     text += piece;
   };
-  Engine engine(decoder, {.chunk = chunk, .max_requests = 1}, hooks);
+  Engine engine(decoder, {.chunk = chunk, .max_requests = 1, .speculate = o.speculate}, hooks);
   const int64_t id = engine.add({.prompt = prompt,
                                  .max_new_tokens = o.max_new_tokens,
                                  .sampling = sampling,
@@ -222,9 +226,12 @@ void run_generate(const GenerateOptions& o) {
   const RequestStatus& status = engine.request(id);
   const EngineStats& e = engine.stats();
   const DecoderStats& d = decoder.stats();
-  const KvCost cost = kv_cost(config, latent, index);
+  const KvCost cost = kv_cost(config, formats.latent, formats.index, o.speculate > 0);
   const auto rate = [](int64_t n, double seconds) { return seconds > 0.0 ? static_cast<double>(n) / seconds : 0.0; };
   const char* finish = is_finished(status.state) ? to_string(status.state) : "interrupted";
+  const auto share = [](int64_t part, int64_t whole) {
+    return whole > 0 ? static_cast<double>(part) / static_cast<double>(whole) : 0.0;
+  };
   const double attention_share = d.total_seconds > 0.0 ? d.attention_seconds / d.total_seconds : 0.0;
   if (o.json) {
     nlohmann::ordered_json out;
@@ -239,6 +246,13 @@ void run_generate(const GenerateOptions& o) {
     out["prefill_tokens_per_second"] = rate(e.prompt_tokens, e.prefill_seconds);
     out["decode_seconds"] = e.decode_seconds;
     out["decode_tokens_per_second"] = rate(e.decoded_tokens, e.decode_seconds);
+    if (o.speculate > 0) {
+      out["speculate"] = o.speculate;
+      out["decode_steps"] = e.decode_steps;
+      out["drafted_tokens"] = e.drafted_tokens;
+      out["accepted_tokens"] = e.accepted_tokens;
+      out["acceptance_rate"] = share(e.accepted_tokens, e.drafted_tokens);
+    }
     out["kv_bytes_per_token"] = cost.total();
     out["latent_bytes_per_token"] = cost.latent_bytes;
     out["index_bytes_per_token"] = cost.index_bytes;
@@ -268,15 +282,17 @@ void run_generate(const GenerateOptions& o) {
                                  rate(e.prompt_tokens, e.prefill_seconds), e.prompt_tokens, e.prefill_seconds, chunk));
     t.row("decode", fmt::format("{:.1f} tokens/s ({} in {:.3f} s)", rate(e.decoded_tokens, e.decode_seconds),
                                 e.decoded_tokens, e.decode_seconds));
+    if (o.speculate > 0)
+      t.row("speculation", fmt::format("accepted {} of {} drafts ({:.1f} %), {:.2f} tokens a step", e.accepted_tokens,
+                                       e.drafted_tokens, 100.0 * share(e.accepted_tokens, e.drafted_tokens),
+                                       share(e.decoded_tokens, e.decode_steps)));
     t.row("KV cache", config.is_dsa()
                           ? fmt::format("{} bytes/token: {} latent {}, {} index keys {}", cost.total(),
                                         cost.latent_bytes, o.cache.kv_dtype, cost.index_bytes, o.cache.index_dtype)
                           : fmt::format("{} bytes/token, {}", cost.total(), o.cache.kv_dtype));
     if (config.is_dsa())
       t.row("sparse layers", fmt::format("attended {} of {} tokens ({:.1f} %)", d.attended_keys, d.visible_keys,
-                                         d.visible_keys > 0 ? 100.0 * static_cast<double>(d.attended_keys) /
-                                                                  static_cast<double>(d.visible_keys)
-                                                            : 0.0));
+                                         100.0 * share(d.attended_keys, d.visible_keys)));
     t.row("attention", fmt::format("{:.1f} % of the time, backend {}, {}", 100.0 * attention_share,
                                    decoder.backend().name(), implementations_text(decoder)));
     t.row("projections",
@@ -334,6 +350,10 @@ void add_generate_command(CLI::App& app) {
       ->capture_default_str();
   c.add_option("--pages", o.pages, "Pages of the KV pool; 0: as many as prompt and new tokens need")
       ->check(CLI::Range(int64_t{0}, kMost))
+      ->capture_default_str();
+  c.add_option("--speculate", o.speculate,
+               "Tokens that the model's MTP layer drafts for each step; the result is that of plain decoding")
+      ->check(CLI::Range(0, gannet::EngineOptions::kMaxSpeculate))
       ->capture_default_str();
   c.add_option("--backend", o.backend, "Attention backend; default: that of the architecture");
   c.add_flag("--json", o.json, "Print one JSON object at the end instead of text and table");

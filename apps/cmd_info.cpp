@@ -107,14 +107,15 @@ Json model_json(const std::string& directory) {
   out["mtp_layers"] = c.num_nextn_predict_layers;
   out["mtp_tensors"] = mtp_tensors;
   Json cost;
-  for (const LatentFormat latent : {LatentFormat::kF32, LatentFormat::kBf16}) {
+  for (const LatentFormat latent : latent_formats(c)) {
     if (!c.is_dsa()) {
       cost[to_string(latent)] = kv_cost(c, latent, IndexKFormat::kF32).total();
       continue;
     }
-    for (const IndexKFormat index : {IndexKFormat::kF32, IndexKFormat::kBf16, IndexKFormat::kE4m3})
-      cost[fmt::format("latent {}, index keys {}", to_string(latent), to_string(index))] =
-          kv_cost(c, latent, index).total();
+    constexpr std::pair<const char*, IndexKFormat> kIndex[] = {
+        {"fp32", IndexKFormat::kF32}, {"bf16", IndexKFormat::kBf16}, {"fp8 or fp8_pow2", IndexKFormat::kE4m3}};
+    for (const auto& [name, index] : kIndex)
+      cost[fmt::format("latent {}, index keys {}", to_string(latent), name)] = kv_cost(c, latent, index).total();
   }
   out["kv_bytes_per_token"] = cost;
   return out;
@@ -149,6 +150,7 @@ void print_machine(const Json& machine) {
 }
 
 void run_info(const InfoOptions& o) {
+  check_impl(o.machine.impl);
   Json out;
   out["machine"] = machine_json(o.machine);
   if (!o.model.empty()) out["model"] = model_json(o.model);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <optional>
 
 #include "cli.h"
@@ -17,14 +18,13 @@ namespace gannet::cli {
 namespace {
 
 struct VerifyOptions {
-  std::string model;
-  std::optional<std::string> kv_dtype, index_dtype;
+  std::optional<std::string> model, kv_dtype, index_dtype, op;
+  std::optional<float> kv_scale;
   std::string query_dtype = "auto";
   int32_t page_size = 64;
   int64_t chunk = 512;
   bool invariant = false;
   std::string backend;
-  std::string op;
   MachineOptions machine;
 };
 
@@ -38,20 +38,22 @@ int64_t pages_needed(const std::vector<GoldenPrompt>& prompts, int32_t page_size
 /// True if every check passed.
 bool verify_model(const VerifyOptions& o, Machine& machine, const std::vector<GoldenPrompt>& prompts,
                   const std::string& kv_dtype, const std::string& index_dtype) {
-  const LatentFormat latent = latent_format(kv_dtype);
-  const IndexKFormat index = index_format(index_dtype);
-  Checkpoint checkpoint = Checkpoint::open(o.model);
+  const CacheFormats formats = cache_formats(kv_dtype, o.kv_scale, index_dtype);
+  Checkpoint checkpoint = Checkpoint::open(*o.model);
   const bool sparse = checkpoint.config().is_dsa();
-  const bool exact = latent == LatentFormat::kF32 && (!sparse || index == IndexKFormat::kF32);
+  const bool exact = formats.latent == LatentFormat::kF32 && (!sparse || formats.index == IndexKFormat::kF32);
   Decoder decoder(machine.context, checkpoint,
                   {.backend = o.backend,
                    .impl = o.machine.impl,
-                   .latent_format = latent,
-                   .index_format = index,
+                   .latent_format = formats.latent,
+                   .latent_scale = formats.latent_scale,
+                   .index_format = formats.index,
+                   .index_scale_format = formats.index_scale,
                    .page_size = o.page_size,
                    .num_pages = pages_needed(prompts, o.page_size),
-                   .query = query_precision(o.query_dtype, latent, sparse),
-                   .invariant = o.invariant});
+                   .query = query_precision(o.query_dtype, formats.latent, sparse),
+                   .invariant = o.invariant,
+                   .draft = has_mtp(prompts)});
   warn_unknown_tensors(decoder);
   // Prompts without a text are those of random weights.
   const bool trained =
@@ -98,7 +100,8 @@ bool verify_tokenizer(const std::string& directory, const std::vector<GoldenProm
 /// True if every line of the grid passed.
 bool verify_machine(const VerifyOptions& o) {
   int64_t lines = 0, failed = 0, refused = 0;
-  verify::Options options{.op = o.op == "all" ? std::string() : o.op, .impl = o.machine.impl};
+  const std::string op = o.op.value_or("all");
+  verify::Options options{.op = op == "all" ? std::string() : op, .impl = o.machine.impl};
   options.on_line = [&](const verify::Line& line) {
     if (interrupted()) throw Exit{kExitInterrupted};
     ++lines;
@@ -111,7 +114,7 @@ bool verify_machine(const VerifyOptions& o) {
   if (lines == 0) {
     if (!o.machine.impl.empty())
       refuse("--impl", o.machine.impl, "a name of gannet info that runs here, the oracle aside");
-    refuse("--op", o.op, "all, or the name of an operation (gannet info)");
+    refuse("--op", fmt::format("\"{}\"", op), "all, or the name of an operation (gannet info)");
   }
   std::printf("%lld lines, %lld failed, %lld of formats that an implementation does not take\n",
               static_cast<long long>(lines), static_cast<long long>(failed), static_cast<long long>(refused));
@@ -122,25 +125,30 @@ void run_verify(const VerifyOptions& o) {
   if (o.chunk < 1) refuse("--chunk", std::to_string(o.chunk), "1 and more");
   if (o.page_size < 1) refuse("--page-size", std::to_string(o.page_size), "32, 64");
   query_precision(o.query_dtype, LatentFormat::kF32, false);
-  if (o.kv_dtype) latent_format(*o.kv_dtype);
-  if (o.index_dtype) index_format(*o.index_dtype);
+  const std::string kv = o.kv_dtype.value_or("fp32"), index = o.index_dtype.value_or("fp32");
+  cache_formats(kv, o.kv_scale, index);
+  check_impl(o.machine.impl);
+  if (o.op && o.model)
+    throw Error(ErrorCode::kInvalidArgument, "--op and --model exclude each other: operations or a checkpoint");
+  if (o.op && o.op->empty()) refuse("--op", "empty", "all, or the name of an operation (gannet info)");
+  if (o.model && o.model->empty()) refuse("--model", "empty", "the directory of a checkpoint");
+  if (!o.model && o.machine.threads != 0 && std::getenv("GANNET_THREADS") == nullptr)
+    refuse("--threads", std::to_string(o.machine.threads),
+           "none without --model: the operations are run with several numbers of workers each");
   catch_interrupts();
-  if (!o.op.empty() || o.model.empty()) {
+  if (!o.model) {
     const bool passed = verify_machine(o);
     std::printf("%s\n", passed ? "all checks passed" : "some checks FAILED");
     if (!passed) throw Exit{kExitFailed};
     return;
   }
   Machine machine(o.machine);
-  const ModelConfig config = load_config(o.model);
-  const std::vector<GoldenPrompt> prompts = load_golden(o.model, config);
-  bool passed = verify_tokenizer(o.model, prompts);
-  if (o.kv_dtype || o.index_dtype) {
-    passed = verify_model(o, machine, prompts, o.kv_dtype.value_or("fp32"), o.index_dtype.value_or("fp32")) && passed;
-  } else {
-    passed = verify_model(o, machine, prompts, "fp32", "fp32") && passed;
-    passed = verify_model(o, machine, prompts, "bf16", "fp8") && passed;
-  }
+  const ModelConfig config = load_config(*o.model);
+  const std::vector<GoldenPrompt> prompts = load_golden(*o.model, config);
+  // The model first: what its options refuse is refused before anything is printed.
+  bool passed = verify_model(o, machine, prompts, kv, index);
+  if (!o.kv_dtype && !o.index_dtype) passed = verify_model(o, machine, prompts, "bf16", "fp8") && passed;
+  passed = verify_tokenizer(*o.model, prompts) && passed;
   std::printf("%s\n", passed ? "all checks passed" : "some checks FAILED");
   if (!passed) throw Exit{kExitFailed};
 }
@@ -159,8 +167,9 @@ void add_verify_command(CLI::App& app) {
       "Directory of a checkpoint with golden.json and golden.safetensors; without it the operations are verified");
   c.add_option("--op", o.op, "Verify this operation, or all, instead of a checkpoint; the default without --model");
   c.add_option("--kv-dtype", o.kv_dtype,
-               "Latent cache: fp32 or bf16; default: fp32 with fp32 index keys, then bf16 with fp8");
-  c.add_option("--index-dtype", o.index_dtype, "Index-key cache: fp32, bf16 or fp8");
+               fmt::format("Latent cache: {}; default: fp32 with fp32 index keys, then bf16 with fp8", kLatentNames));
+  add_scale_option(c, o.kv_scale);
+  c.add_option("--index-dtype", o.index_dtype, fmt::format("Index-key cache: {}", kIndexNames));
   add_query_option(c, o.query_dtype);
   c.add_option("--page-size", o.page_size, "Tokens of a page")->capture_default_str();
   c.add_option("--chunk", o.chunk, "Prompt tokens of one prefill step")->capture_default_str();

@@ -52,6 +52,7 @@ void run_generate(const Context& context, const GenerateGrid& grid, const std::s
       Decoder decoder(context, checkpoint,
                       {.impl = impl,
                        .latent_format = latent,
+                       .latent_scale = latent == LatentFormat::kE4m3 ? 1.0f : 0.0f,
                        .index_format = index,
                        .num_pages = pages + 1,  // page 0 is nobody's
                        .invariant = mode.invariant});

@@ -28,7 +28,28 @@ struct Engine::Running {
   RequestStatus status;
   PageList pages;
   int32_t table_row = -1;
-  int64_t cached = 0;  // tokens in the cache
+  int64_t cached = 0;           // tokens in the cache
+  std::vector<int32_t> drafts;  // guesses of what follows the last of status.tokens
+
+  /// The token at a position of prompt and answer; 0 where there is none yet.
+  int32_t token_at(int64_t position) const {
+    if (position < status.prompt_tokens) return request.prompt[static_cast<size_t>(position)];
+    const int64_t made = position - status.prompt_tokens;
+    return made < static_cast<int64_t>(status.tokens.size()) ? status.tokens[static_cast<size_t>(made)] : 0;
+  }
+};
+
+/// One step: requests that extend, then those that decode, q_len rows each.
+struct Engine::Batch {
+  std::vector<int64_t> requests;
+  std::vector<int32_t> seq_lens, prefix_lens, extend_lens, table_rows, ids;
+  std::vector<int64_t> first;     // [requests] position of a request's first row
+  std::vector<int32_t> accepted;  // [decode requests] rows that stand
+  std::vector<int64_t> logit_rows;
+  int32_t q_len = 1;
+
+  int64_t num_extends() const noexcept { return static_cast<int64_t>(extend_lens.size()); }
+  int64_t rows_of(size_t b) const noexcept { return b < extend_lens.size() ? extend_lens[b] : q_len; }
 };
 
 Engine::Engine(Decoder& decoder, const EngineOptions& options, EngineHooks hooks)
@@ -41,6 +62,11 @@ Engine::Engine(Decoder& decoder, const EngineOptions& options, EngineHooks hooks
                                            std::max<int64_t>(1, decoder.num_pages() - 1)))),
       shuffle_(options.page_order) {
   if (options.chunk < 1) fail_argument("Engine", "chunk is {}; accepted: 1 and more", options.chunk);
+  if (options.speculate < 0 || options.speculate > EngineOptions::kMaxSpeculate)
+    fail_argument("Engine", "speculate is {}; accepted: 0 to {}", options.speculate, EngineOptions::kMaxSpeculate);
+  if ((options.speculate > 0 || hooks_.on_mtp_logits) && !decoder.options().draft)
+    fail_argument("Engine", "speculate is {}; accepted: 0, for the decoder was made without `draft`",
+                  options.speculate);
   for (int32_t row = options.max_requests - 1; row >= 0; --row) free_rows_.push_back(row);
 }
 
@@ -128,80 +154,205 @@ void Engine::choose(int64_t id, Running& r, std::span<const float> logits) {
   r.status.state = RequestState::kDecode;
 }
 
-bool Engine::step() {
-  admit();
-  // Requests that extend come first in a step.
-  std::vector<int64_t> batch;
-  std::vector<int32_t> seq_lens, prefix_lens, extend_lens, rows, ids;
-  int64_t budget = options_.chunk;
+Engine::Batch Engine::compose() const {
+  Batch batch;
   const auto count = static_cast<int64_t>(requests_.size());
+  int64_t budget = options_.chunk;
   for (int64_t i = 0; i < count && budget > 0; ++i) {
     const Running& r = *requests_[static_cast<size_t>(i)];
     if (r.status.state != RequestState::kPrefill) continue;
     const int64_t n = std::min(budget, r.status.prompt_tokens - r.cached);
     budget -= n;
-    batch.push_back(i);
-    prefix_lens.push_back(static_cast<int32_t>(r.cached));
-    extend_lens.push_back(static_cast<int32_t>(n));
-    seq_lens.push_back(static_cast<int32_t>(r.cached + n));
-    rows.push_back(r.table_row);
-    ids.insert(ids.end(), r.request.prompt.begin() + r.cached, r.request.prompt.begin() + r.cached + n);
+    batch.requests.push_back(i);
+    batch.first.push_back(r.cached);
+    batch.prefix_lens.push_back(static_cast<int32_t>(r.cached));
+    batch.extend_lens.push_back(static_cast<int32_t>(n));
+    batch.seq_lens.push_back(static_cast<int32_t>(r.cached + n));
+    batch.table_rows.push_back(r.table_row);
+    const auto from = r.request.prompt.begin() + r.cached;
+    batch.ids.insert(batch.ids.end(), from, from + n);
   }
-  const size_t num_extends = batch.size();
+  // All decode requests of a step have equally many rows: the one with the fewest drafts decides.
+  size_t drafts = static_cast<size_t>(options_.speculate);
+  for (const auto& r : requests_)
+    if (r->status.state == RequestState::kDecode) drafts = std::min(drafts, r->drafts.size());
+  batch.q_len = static_cast<int32_t>(drafts) + 1;
   for (int64_t i = 0; i < count; ++i) {
     const Running& r = *requests_[static_cast<size_t>(i)];
     if (r.status.state != RequestState::kDecode) continue;
-    batch.push_back(i);
-    seq_lens.push_back(static_cast<int32_t>(r.cached + 1));
-    rows.push_back(r.table_row);
-    ids.push_back(r.status.tokens.back());
+    batch.requests.push_back(i);
+    batch.first.push_back(r.cached);
+    batch.seq_lens.push_back(static_cast<int32_t>(r.cached) + batch.q_len);
+    batch.table_rows.push_back(r.table_row);
+    batch.ids.push_back(r.status.tokens.back());
+    batch.ids.insert(batch.ids.end(), r.drafts.begin(), r.drafts.begin() + static_cast<std::ptrdiff_t>(drafts));
+    batch.accepted.push_back(0);
   }
-  if (batch.empty()) return false;
-
   // Rows whose logits are wanted: the last of a prompt and every decode row; or all.
-  std::vector<int64_t> logit_rows;
   int64_t row = 0;
-  for (size_t b = 0; b < batch.size(); ++b) {
-    const int64_t n = b < num_extends ? extend_lens[b] : 1;
-    const Running& r = *requests_[static_cast<size_t>(batch[b])];
-    const bool ends_prompt = b >= num_extends || seq_lens[b] == r.status.prompt_tokens;
+  for (size_t b = 0; b < batch.requests.size(); ++b) {
+    const Running& r = *requests_[static_cast<size_t>(batch.requests[b])];
+    const bool decodes = b >= batch.extend_lens.size(), ends_prompt = batch.seq_lens[b] == r.status.prompt_tokens;
+    const int64_t n = batch.rows_of(b);
     for (int64_t j = 0; j < n; ++j, ++row)
-      if (hooks_.all_logits || (ends_prompt && j == n - 1)) logit_rows.push_back(row);
+      if (hooks_.all_logits || decodes || (ends_prompt && j == n - 1)) batch.logit_rows.push_back(row);
   }
-  const int64_t vocab = decoder_->config().vocab_size;
-  logits_.resize(logit_rows.size() * static_cast<size_t>(vocab));
+  return batch;
+}
 
-  const auto start = std::chrono::steady_clock::now();
-  decoder_->forward({.seq_lens = seq_lens,
-                     .prefix_lens = prefix_lens,
-                     .extend_lens = extend_lens,
-                     .pages = table_.view(gannet::view(rows.data(), {static_cast<int64_t>(rows.size())}))},
-                    ids, {.logit_rows = logit_rows, .logits = logits_.data(), .on_selection = hooks_.on_selection});
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  (num_extends > 0 ? stats_.prefill_seconds : stats_.decode_seconds) += seconds;
+void Engine::forward(Batch& batch) {
+  logits_.resize(batch.logit_rows.size() * static_cast<size_t>(decoder_->config().vocab_size));
+  decoder_->forward(
+      {.seq_lens = batch.seq_lens,
+       .prefix_lens = batch.prefix_lens,
+       .extend_lens = batch.extend_lens,
+       .q_len = batch.q_len,
+       .pages = table_.view(gannet::view(batch.table_rows.data(), {static_cast<int64_t>(batch.table_rows.size())}))},
+      batch.ids, {.logit_rows = batch.logit_rows, .logits = logits_.data(), .on_selection = hooks_.on_selection});
+}
 
+/// Chooses tokens from the logits of a step. Of a decode request's rows those stand whose token was chosen: the first
+/// one, and each draft for as long as it is what was chosen before it.
+void Engine::take_tokens(Batch& batch) {
+  const auto vocab = static_cast<size_t>(decoder_->config().vocab_size);
   const float* logits = logits_.data();
-  for (size_t b = 0; b < batch.size(); ++b) {
-    Running& r = *requests_[static_cast<size_t>(batch[b])];
-    const int64_t n = b < num_extends ? extend_lens[b] : 1;
-    const int64_t first = r.cached;
-    r.cached += n;
-    if (b < num_extends) {
+  const int64_t num_extends = batch.num_extends();
+  for (size_t b = 0; b < batch.requests.size(); ++b) {
+    const int64_t id = batch.requests[b], n = batch.rows_of(b);
+    Running& r = *requests_[static_cast<size_t>(id)];
+    const auto next_logits = [&] {
+      const std::span<const float> at(logits, vocab);
+      logits += vocab;
+      return at;
+    };
+    if (static_cast<int64_t>(b) < num_extends) {
+      r.cached += n;
       r.status.prefilled_tokens = r.cached;
       stats_.prompt_tokens += n;
-    } else if (num_extends == 0) {
-      ++stats_.decoded_tokens;
+      const bool ends_prompt = r.cached == r.status.prompt_tokens;
+      for (int64_t j = 0; j < n; ++j) {
+        const bool chooses = ends_prompt && j == n - 1;
+        if (!hooks_.all_logits && !chooses) continue;
+        const std::span<const float> at = next_logits();
+        if (hooks_.on_logits) hooks_.on_logits(id, batch.first[b] + j, at);
+        if (chooses) choose(id, r, at);
+      }
+      continue;
     }
-    const bool ends_prompt = b >= num_extends || r.cached == r.status.prompt_tokens;
+    if (num_extends == 0) ++stats_.decode_steps;
+    int32_t& accepted = batch.accepted[b - batch.extend_lens.size()];
+    bool stands = true;
     for (int64_t j = 0; j < n; ++j) {
-      const bool chooses = ends_prompt && j == n - 1;
-      if (!hooks_.all_logits && !chooses) continue;
-      const std::span<const float> at(logits, static_cast<size_t>(vocab));
-      logits += vocab;
-      if (hooks_.on_logits) hooks_.on_logits(batch[b], first + j, at);
-      if (chooses) choose(batch[b], r, at);
+      const std::span<const float> at = next_logits();
+      if (!stands) continue;
+      ++accepted;
+      ++r.cached;
+      if (num_extends == 0) ++stats_.decoded_tokens;
+      if (hooks_.on_logits) hooks_.on_logits(id, batch.first[b] + j, at);
+      choose(id, r, at);
+      stands = r.status.state == RequestState::kDecode && j + 1 < n &&
+               r.status.tokens.back() == r.drafts[static_cast<size_t>(j)];
+    }
+    stats_.drafted_tokens += n - 1;
+    stats_.accepted_tokens += accepted - 1;
+  }
+}
+
+/// The MTP layer over the rows of the step, and from the last row that stands of each request that decodes on, drafts.
+void Engine::run_mtp(const Batch& batch) {
+  const StepPlan& plan = decoder_->backend().step();
+  const size_t count = batch.requests.size(), num_extends = batch.extend_lens.size();
+  std::vector<int32_t> next_ids, rows(count), lens(count);
+  for (size_t b = 0; b < count; ++b) {
+    const Running& r = *requests_[static_cast<size_t>(batch.requests[b])];
+    for (int64_t j = 0; j < batch.rows_of(b); ++j) next_ids.push_back(r.token_at(batch.first[b] + j + 1));
+  }
+  narrow_rows(plan, batch.accepted, rows);
+  narrow_seq_lens(plan, batch.accepted, lens);
+  // How many drafts each request takes: no more than can be of use, and than there is room for.
+  const int64_t context = decoder_->options().max_context_len, page_size = decoder_->options().page_size;
+  std::vector<int64_t> wanted(count, 0);
+  int64_t most = 0;
+  for (size_t b = 0; b < count; ++b) {
+    Running& r = *requests_[static_cast<size_t>(batch.requests[b])];
+    r.drafts.clear();
+    if (r.status.state != RequestState::kDecode) continue;
+    const int64_t left = r.request.max_new_tokens - static_cast<int64_t>(r.status.tokens.size());
+    int64_t n = std::min({int64_t{options_.speculate}, left - 1, context - r.cached - 1});
+    if (n > 0 && !grow(r, r.cached + 1 + n)) n = std::min(n, r.pages.size() * page_size - r.cached - 1);
+    wanted[b] = std::max<int64_t>(n, 0);
+    most = std::max(most, wanted[b]);
+  }
+  const auto vocab = static_cast<size_t>(decoder_->config().vocab_size);
+  std::vector<int64_t> logit_rows;
+  std::vector<size_t> drafting;  // whose logits those are
+  const auto next_drafters = [&](int64_t k) {
+    drafting.clear();
+    logit_rows.clear();
+    for (size_t b = 0; b < count; ++b)
+      if (wanted[b] > k) drafting.push_back(b);
+  };
+  const auto take_drafts = [&](size_t offset) {
+    for (size_t i = 0; i < drafting.size(); ++i)
+      requests_[static_cast<size_t>(batch.requests[drafting[i]])]->drafts.push_back(
+          argmax(std::span(draft_logits_).subspan((offset + i) * vocab, vocab)));
+  };
+
+  next_drafters(0);
+  if (hooks_.on_mtp_logits)
+    for (int64_t i = 0; i < plan.num_rows(); ++i) logit_rows.push_back(i);
+  const size_t shown = logit_rows.size();
+  for (const size_t b : drafting) logit_rows.push_back(rows[b]);
+  draft_logits_.resize(logit_rows.size() * vocab);
+  decoder_->draft(next_ids,
+                  {.logit_rows = logit_rows, .logits = draft_logits_.data(), .on_selection = hooks_.on_selection});
+  take_drafts(shown);
+  if (hooks_.on_mtp_logits) {
+    size_t row = 0;
+    for (size_t b = 0; b < count; ++b) {
+      const int64_t standing = b < num_extends ? batch.rows_of(b) : batch.accepted[b - num_extends];
+      for (int64_t j = 0; j < batch.rows_of(b); ++j, ++row)
+        if (j < standing)
+          hooks_.on_mtp_logits(batch.requests[b], batch.first[b] + j,
+                               std::span(draft_logits_).subspan(row * vocab, vocab));
     }
   }
+
+  const TensorView table_rows = gannet::view(batch.table_rows.data(), {static_cast<int64_t>(count)});
+  std::vector<int32_t> ids(count);
+  for (int64_t k = 1; k < most; ++k) {
+    next_drafters(k);
+    for (size_t b = 0; b < count; ++b) {
+      const bool drafts = wanted[b] > k;
+      ids[b] = drafts ? requests_[static_cast<size_t>(batch.requests[b])]->drafts.back() : 0;
+      if (!drafts) lens[b] = 0, rows[b] = -1;  // padding from here on
+      else if (k > 1) rows[b] = static_cast<int32_t>(b);
+    }
+    for (const size_t b : drafting) logit_rows.push_back(static_cast<int64_t>(b));
+    draft_logits_.resize(logit_rows.size() * vocab);
+    decoder_->draft_next(
+        {.steps = static_cast<int32_t>(k), .seq_lens = lens, .pages = table_.view(table_rows)}, rows, ids,
+        {.logit_rows = logit_rows, .logits = draft_logits_.data(), .on_selection = hooks_.on_selection});
+    take_drafts(0);
+  }
+}
+
+bool Engine::step() {
+  admit();
+  Batch batch = compose();
+  if (batch.requests.empty()) return false;
+  double& seconds = batch.num_extends() > 0 ? stats_.prefill_seconds : stats_.decode_seconds;
+  const auto timed = [&](auto&& work) {
+    const auto start = std::chrono::steady_clock::now();
+    work();
+    seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  timed([&] { forward(batch); });
+  take_tokens(batch);
+  const bool goes_on = std::any_of(batch.requests.begin(), batch.requests.end(), [&](int64_t id) {
+    return !is_finished(requests_[static_cast<size_t>(id)]->status.state);
+  });
+  if (hooks_.on_mtp_logits || (options_.speculate > 0 && goes_on)) timed([&] { run_mtp(batch); });
   return true;
 }
 

@@ -1,5 +1,8 @@
 // Generation over one or several requests: each step takes what is left of prompts, up to `chunk` tokens in all, and
-// one token of every request that decodes.
+// one token of every request that decodes. With `speculate` a decoding request brings its next token and up to that
+// many drafts of the MTP layer, all verified in one step: those that the model itself would have chosen stand. So the
+// tokens are those of plain decoding, sampled ones included; in the decoder's invariant mode bit for bit, else as far
+// as rows of larger steps round alike.
 //
 //   Engine engine(decoder, {.chunk = 512});
 //   const int64_t id = engine.add({.prompt = ids, .max_new_tokens = 48, .stop_ids = eos});
@@ -7,7 +10,7 @@
 //   engine.request(id).tokens ...
 //
 // Errors: Error(kInvalidArgument) from add() for a request that can never run: an empty prompt, ids outside the
-// vocabulary, a prompt longer than the context or the pool.
+// vocabulary, a prompt longer than the context or the pool; from the constructor for options outside their range.
 // Thread safety: used by one thread at a time.
 #pragma once
 
@@ -55,6 +58,10 @@ struct EngineOptions {
   int64_t chunk = 512;       ///< prompt tokens of one step, over all requests
   int32_t max_requests = 8;  ///< that run at once; others wait
   uint64_t page_order = 0;   ///< 0: pages as the allocator gives them; else a seed to shuffle each request's pages with
+  /// Drafts a step, at most kMaxSpeculate; needs DecoderOptions::draft. A draft may take a request's next page early.
+  int32_t speculate = 0;
+
+  static constexpr int32_t kMaxSpeculate = 7;  // 8 rows a request
 };
 
 struct EngineHooks {
@@ -64,6 +71,8 @@ struct EngineHooks {
   std::function<void(int64_t request, int64_t position, std::span<const float> logits)> on_logits = {};
   bool all_logits = false;
   std::function<void(const SelectionEvent&)> on_selection = {};
+  /// Logits of the MTP layer for every row that stands: of the token at position + 2. Runs that layer, drafts or not.
+  std::function<void(int64_t request, int64_t position, std::span<const float> logits)> on_mtp_logits = {};
 };
 
 struct EngineStats {
@@ -72,6 +81,9 @@ struct EngineStats {
   double prefill_seconds = 0.0;  ///< of steps that held prompt tokens
   double decode_seconds = 0.0;   ///< of the other steps
   int64_t decoded_tokens = 0;    ///< in those: the first token of a request comes with its prefill
+  int64_t decode_steps = 0;      ///< requests in them: without drafts each makes one token
+  int64_t drafted_tokens = 0;    ///< verified
+  int64_t accepted_tokens = 0;   ///< of those
 };
 
 class Engine {
@@ -95,7 +107,12 @@ class Engine {
 
  private:
   struct Running;
+  struct Batch;
   void admit();
+  Batch compose() const;
+  void forward(Batch& batch);
+  void take_tokens(Batch& batch);
+  void run_mtp(const Batch& batch);
   void finish(Running& r, RequestState state);
   bool grow(Running& r, int64_t tokens);
   void choose(int64_t id, Running& r, std::span<const float> logits);
@@ -108,7 +125,7 @@ class Engine {
   std::mt19937_64 shuffle_;
   std::vector<std::unique_ptr<Running>> requests_;
   std::vector<int32_t> free_rows_;
-  std::vector<float> logits_;
+  std::vector<float> logits_, draft_logits_;
   EngineStats stats_;
 };
 

@@ -23,6 +23,58 @@ double log_sum_exp(std::span<const float> logits) {
   return top + std::log(sum);
 }
 
+/// Rows of logits against golden rows of the top 8.
+class RowErrors {
+ public:
+  RowErrors(const std::vector<int32_t>& ids, const std::vector<float>& logprobs, double top1_gap)
+      : ids_(ids), logprobs_(logprobs), top1_gap_(top1_gap) {}
+
+  /// `total` is the logarithm of the sum of the exponentials.
+  void add(int64_t row, std::span<const float> logits, double total) {
+    constexpr int64_t kTop = GoldenPrompt::kTop;
+    const float* golden = logprobs_.data() + row * kTop;
+    const int32_t* ids = ids_.data() + row * kTop;
+    double worst = 0.0;
+    for (int64_t i = 0; i < kTop; ++i) {
+      const double error = std::abs(double{logits[static_cast<size_t>(ids[i])]} - total - double{golden[i]});
+      if (!(error <= worst)) worst = error;  // NaN too, which std::max would drop
+    }
+    errors_.push_back(std::isnan(worst) ? INFINITY : worst);
+    if (double{golden[0]} - double{golden[1]} > top1_gap_) {
+      ++compared_;
+      if (argmax(logits) != ids[0]) ++wrong_;
+    }
+  }
+
+  GoldenCheck top1(const std::string& what, double departures) const {
+    return {what, static_cast<double>(wrong_) <= departures * static_cast<double>(compared_),
+            fmt::format("{} of {} rows differ where the golden gap exceeds {}", wrong_, compared_, top1_gap_)};
+  }
+  /// `rows` is how many there must be; the share `ties` of them, rounded down, are left out, the worst ones.
+  GoldenCheck logprobs(const std::string& what, int64_t rows, double ties, const GoldenCriteria& criteria) const {
+    std::vector<double> sorted = errors_;
+    std::sort(sorted.begin(), sorted.end());
+    const auto left_out = static_cast<size_t>(ties * static_cast<double>(sorted.size()));
+    // The largest error of 99 % of the positions: the rest are the floor(n / 100) worst ones.
+    const double most = sorted.empty() ? 0.0 : sorted[sorted.size() - 1 - sorted.size() / 100];
+    const double worst = sorted.empty() ? 0.0 : sorted.back();
+    const double rest = sorted.empty() ? 0.0 : sorted[sorted.size() - 1 - left_out];
+    const bool passed = static_cast<int64_t>(sorted.size()) == rows &&
+                        (!criteria.logprob_most || most <= *criteria.logprob_most) &&
+                        (!criteria.logprob_rest || rest <= *criteria.logprob_rest);
+    return {
+        what, passed,
+        fmt::format("{} rows, top 8 off by {:.2e} at 99 % of them, {:.2e} at the worst", sorted.size(), most, worst)};
+  }
+
+ private:
+  const std::vector<int32_t>& ids_;
+  const std::vector<float>& logprobs_;
+  double top1_gap_;
+  std::vector<double> errors_;  // per row: largest over the golden top 8
+  int64_t compared_ = 0, wrong_ = 0;
+};
+
 /// One row of one layer's selection: positions, and the scores of all candidates.
 struct ChosenRow {
   std::vector<int32_t> positions;
@@ -93,6 +145,9 @@ std::vector<GoldenPrompt> load_golden(const std::string& directory, const ModelC
   const Json parsed = parse_json("golden", read_file("golden", json_path, kMaxGoldenBytes), json_path);
   const JsonObject described("golden", json_path, "", parsed);
   const SafetensorsFile file = SafetensorsFile::open(join_path(directory, "golden.safetensors"));
+  const std::string mtp_path = join_path(directory, "golden_mtp.safetensors");
+  std::optional<SafetensorsFile> mtp_file;
+  if (file_exists(mtp_path)) mtp_file = SafetensorsFile::open(mtp_path);
   std::vector<GoldenPrompt> prompts;
   for (const auto& [name, unused] : parsed.items()) {
     const JsonObject entry = described.object(name);
@@ -101,7 +156,11 @@ std::vector<GoldenPrompt> load_golden(const std::string& directory, const ModelC
     p.text = entry.string_or("prompt", "");
     const int64_t n = entry.integer("tokens", 1, std::numeric_limits<int32_t>::max());
     p.mean_nll = entry.number("mean_nll", 0.0, 1e6);
-    for (const Json& id : entry.array("greedy_ids")) {
+    const std::vector<Json>& greedy = entry.array("greedy_ids");
+    const int64_t room = config.max_position_embeddings - n;  // each of them is fed but the last
+    if (greedy.empty() || static_cast<int64_t>(greedy.size()) - 1 > room)
+      entry.refuse("greedy_ids", fmt::format("1 to {} token ids, which the context has room for", room + 1));
+    for (const Json& id : greedy) {
       if (!id.is_number_integer() || id.get<int64_t>() < 0 || id.get<int64_t>() >= config.vocab_size)
         entry.refuse("greedy_ids", fmt::format("token ids from 0 to {}", config.vocab_size - 1));
       p.continuation.push_back(id.get<int32_t>());
@@ -118,6 +177,13 @@ std::vector<GoldenPrompt> load_golden(const std::string& directory, const ModelC
       p.selections[layer] = copy(
           file.require(tensor, {DType::kI32}, {GoldenPrompt::kSelectionRows, config.index_topk}).values<int32_t>());
     }
+    if (mtp_file && n > 1) {
+      const std::string prefix = name + ".mtp.";
+      p.mtp_top_ids =
+          copy(mtp_file->require(prefix + "top8_ids", {DType::kI32}, {n - 1, GoldenPrompt::kTop}).values<int32_t>());
+      p.mtp_top_logprobs =
+          copy(mtp_file->require(prefix + "top8_logprobs", {DType::kF32}, {n - 1, GoldenPrompt::kTop}).values<float>());
+    }
     const auto check_ids = [&](const std::string& tensor, const std::vector<int32_t>& ids) {
       for (const int32_t id : ids) {
         if (id < 0 || id >= config.vocab_size)
@@ -127,13 +193,16 @@ std::vector<GoldenPrompt> load_golden(const std::string& directory, const ModelC
     };
     check_ids(name + ".ids", p.ids);
     check_ids(name + ".top8_ids", p.top_ids);
-    for (const auto* values : {&p.top_logprobs, &p.last_logits}) {
-      for (const float x : *values) {
+    check_ids(name + ".mtp.top8_ids", p.mtp_top_ids);
+    const auto check_finite = [&](const std::string& tensor, const std::vector<float>& values) {
+      for (const float x : values) {
         if (!std::isfinite(x))
-          fail(ErrorCode::kCorruptFile, "golden", "{}: {} holds {}; accepted: finite numbers", directory,
-               name + (values == &p.top_logprobs ? ".top8_logprobs" : ".last_logits"), x);
+          fail(ErrorCode::kCorruptFile, "golden", "{}: {} holds {}; accepted: finite numbers", directory, tensor, x);
       }
-    }
+    };
+    check_finite(name + ".top8_logprobs", p.top_logprobs);
+    check_finite(name + ".last_logits", p.last_logits);
+    check_finite(name + ".mtp.top8_logprobs", p.mtp_top_logprobs);
     prompts.push_back(std::move(p));
   }
   if (prompts.empty()) fail(ErrorCode::kCorruptFile, "golden", "{}: holds no prompts", json_path);
@@ -142,15 +211,19 @@ std::vector<GoldenPrompt> load_golden(const std::string& directory, const ModelC
   return prompts;
 }
 
+bool has_mtp(const std::vector<GoldenPrompt>& prompts) noexcept {
+  return std::any_of(prompts.begin(), prompts.end(), [](const GoldenPrompt& p) { return !p.mtp_top_ids.empty(); });
+}
+
 GoldenResult compare_golden(Decoder& decoder, const Context& context, const EngineOptions& options,
                             const GoldenPrompt& prompt, const GoldenCriteria& criteria) {
   const auto n = static_cast<int64_t>(prompt.ids.size());
-  constexpr int64_t kTop = GoldenPrompt::kTop;
 
   // One run: prompt rows against the golden rows, then the greedy continuation.
   double nll = 0.0;
-  int64_t top1_compared = 0, top1_wrong = 0;
-  std::vector<double> errors;  // per position: largest over the golden top 8
+  RowErrors errors(prompt.top_ids, prompt.top_logprobs, criteria.top1_gap);
+  RowErrors mtp_errors(prompt.mtp_top_ids, prompt.mtp_top_logprobs, criteria.top1_gap);
+  const bool with_mtp = !prompt.mtp_top_ids.empty() && decoder.options().draft;
   std::map<int32_t, std::vector<ChosenRow>> chosen;
   EngineHooks hooks{.all_logits = true};
   hooks.on_logits = [&](int64_t, int64_t position, std::span<const float> logits) {
@@ -158,19 +231,12 @@ GoldenResult compare_golden(Decoder& decoder, const Context& context, const Engi
     const double total = log_sum_exp(logits);
     if (position + 1 < n)
       nll += total - double{logits[static_cast<size_t>(prompt.ids[static_cast<size_t>(position + 1)])]};
-    const float* golden = prompt.top_logprobs.data() + position * kTop;
-    const int32_t* ids = prompt.top_ids.data() + position * kTop;
-    double worst = 0.0;
-    for (int64_t i = 0; i < kTop; ++i) {
-      const double error = std::abs(double{logits[static_cast<size_t>(ids[i])]} - total - double{golden[i]});
-      if (!(error <= worst)) worst = error;  // NaN too, which std::max would drop
-    }
-    errors.push_back(std::isnan(worst) ? INFINITY : worst);
-    if (double{golden[0]} - double{golden[1]} > criteria.top1_gap) {
-      ++top1_compared;
-      if (argmax(logits) != ids[0]) ++top1_wrong;
-    }
+    errors.add(position, logits, total);
   };
+  if (with_mtp)
+    hooks.on_mtp_logits = [&](int64_t, int64_t position, std::span<const float> logits) {
+      if (position < n - 1) mtp_errors.add(position, logits, log_sum_exp(logits));
+    };
   hooks.on_selection = [&](const SelectionEvent& event) {
     if (!prompt.selections.contains(event.layer)) return;
     const std::span<const int32_t> positions = event.step.positions();
@@ -195,10 +261,7 @@ GoldenResult compare_golden(Decoder& decoder, const Context& context, const Engi
   }
 
   GoldenResult result{.prompt = prompt.name, .tokens = n, .checks = {}};
-  result.checks.push_back(
-      {"top-1", static_cast<double>(top1_wrong) <= criteria.top1_departures * static_cast<double>(top1_compared),
-       fmt::format("{} of {} rows differ where the golden gap exceeds {}", top1_wrong, top1_compared,
-                   criteria.top1_gap)});
+  result.checks.push_back(errors.top1("top-1", criteria.top1_departures));
   const double mean = n > 1 ? nll / static_cast<double>(n - 1) : 0.0;
   const double relative =
       prompt.mean_nll != 0.0 ? std::abs(mean - prompt.mean_nll) / std::abs(prompt.mean_nll) : std::abs(mean);
@@ -206,17 +269,11 @@ GoldenResult compare_golden(Decoder& decoder, const Context& context, const Engi
   result.checks.push_back({"mean NLL", relative <= allowed,
                            fmt::format("{:.6f}, golden {:.6f}: off by {:.5f} % of {} %", mean, prompt.mean_nll,
                                        relative * 100.0, allowed * 100.0)});
-  std::vector<double> sorted = errors;
-  std::sort(sorted.begin(), sorted.end());
-  // The largest error of 99 % of the positions: the rest are the floor(n / 100) worst ones.
-  const double most = sorted.empty() ? INFINITY : sorted[sorted.size() - 1 - sorted.size() / 100];
-  const double worst = sorted.empty() ? INFINITY : sorted.back();
-  const bool complete = static_cast<int64_t>(errors.size()) == n;
-  result.checks.push_back(
-      {"log-probabilities",
-       complete && (!criteria.logprob_most || most <= *criteria.logprob_most) &&
-           (!criteria.logprob_rest || worst <= *criteria.logprob_rest),
-       fmt::format("{} rows, top 8 off by {:.2e} at 99 % of them, {:.2e} at the worst", errors.size(), most, worst)});
+  result.checks.push_back(errors.logprobs("log-probabilities", n, 0.0, criteria));
+  if (with_mtp) {
+    result.checks.push_back(mtp_errors.top1("MTP top-1", criteria.mtp_departures));
+    result.checks.push_back(mtp_errors.logprobs("MTP log-prob.", n - 1, criteria.mtp_ties, criteria));
+  }
 
   if (!prompt.selections.empty()) {
     SelectionComparison total;

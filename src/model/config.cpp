@@ -23,7 +23,6 @@ constexpr int64_t kMaxVocab = int64_t{1} << 24;
 constexpr int64_t kMaxHeadSize = int64_t{1} << 16;  // heads, head widths, ranks, experts
 constexpr int64_t kMaxLayers = int64_t{1} << 12;
 constexpr int64_t kMaxPositions = int64_t{1} << 30;
-constexpr int64_t kMaxTokenId = (int64_t{1} << 31) - 1;
 
 struct Name {
   const char* name;
@@ -361,14 +360,14 @@ void read_quantization(const JsonObject& c, ModelConfig* m) {
 }
 
 /// An id, a list of ids, or nothing.
-std::vector<int32_t> read_ids(const JsonObject& c, std::string_view key) {
+std::vector<int32_t> read_ids(const JsonObject& c, std::string_view key, int64_t vocab_size) {
   std::vector<int32_t> ids;
   const Json* value = c.find(key);
   if (value == nullptr) return ids;
   const auto add = [&](const Json& id) {
-    if (!id.is_number_unsigned() || id.get<uint64_t>() > static_cast<uint64_t>(kMaxTokenId))
-      fail(ErrorCode::kCorruptFile, kFunction, "{}: {} holds {}; accepted: token ids from 0 to {}", c.file(),
-           c.field(key), show(id), kMaxTokenId);
+    if (!id.is_number_unsigned() || id.get<uint64_t>() >= static_cast<uint64_t>(vocab_size))
+      fail(ErrorCode::kCorruptFile, kFunction, "{}: {} holds {}; accepted: token ids from 0 to vocab_size - 1, {}",
+           c.file(), c.field(key), show(id), vocab_size - 1);
     ids.push_back(static_cast<int32_t>(id.get<uint64_t>()));
   };
   if (value->is_array())
@@ -467,15 +466,15 @@ ModelConfig parse_config(std::string_view text, const std::string& name, std::st
     c.unsupported("index_topk", fmt::format("absent: {} is attended densely", to_string(m.family)));
   read_quantization(c, &m);
 
-  if (c.given("bos_token_id")) m.bos_token_id = static_cast<int32_t>(c.integer("bos_token_id", 0, kMaxTokenId));
-  m.generation.eos_token_ids = read_ids(c, "eos_token_id");
+  if (c.given("bos_token_id")) m.bos_token_id = static_cast<int32_t>(c.integer("bos_token_id", 0, m.vocab_size - 1));
+  m.generation.eos_token_ids = read_ids(c, "eos_token_id", m.vocab_size);
   if (!generation_text.empty()) {
     const Json generation = parse_json(kFunction, generation_text, generation_name);
     const JsonObject g(kFunction, generation_name, "", generation);
     m.generation.do_sample = g.boolean_or("do_sample", false);
     m.generation.temperature = g.number_or("temperature", 1.0, 0.0, 1e6);
     m.generation.top_p = g.number_or("top_p", 1.0, 0.0, 1.0);
-    if (g.given("eos_token_id")) m.generation.eos_token_ids = read_ids(g, "eos_token_id");
+    if (g.given("eos_token_id")) m.generation.eos_token_ids = read_ids(g, "eos_token_id", m.vocab_size);
   }
   return m;
 }

@@ -100,17 +100,66 @@ float* room(std::vector<float>& v, int64_t n) {
 
 }  // namespace
 
-KvCost kv_cost(const ModelConfig& config, LatentFormat latent, IndexKFormat index) {
+KvCost kv_cost(const ModelConfig& config, LatentFormat latent, IndexKFormat index, bool draft) {
   KvCost cost;
   const RowGeometry geometry{static_cast<int32_t>(config.kv_lora_rank), static_cast<int32_t>(config.qk_rope_head_dim)};
-  cost.latent_bytes = latent_row_bytes(latent, geometry) * config.num_hidden_layers();
-  if (config.is_dsa())
-    for (const LayerConfig& layer : config.layers)
-      if (layer.indexer) cost.index_bytes += index_k_token_bytes(index, static_cast<int32_t>(config.index_head_dim));
+  cost.latent_bytes = latent_row_bytes(latent, geometry) * (config.num_hidden_layers() + int64_t{draft});
+  if (!config.is_dsa()) return cost;
+  int64_t indexers = int64_t{draft};
+  for (const LayerConfig& layer : config.layers) indexers += int64_t{layer.indexer};
+  cost.index_bytes = indexers * index_k_token_bytes(index, static_cast<int32_t>(config.index_head_dim));
   return cost;
 }
 
+AttentionConfig attention_config(const ModelConfig& c, const DecoderOptions& options) {
+  AttentionConfig config;
+  config.arch = c.is_dsa() ? AttentionArch::kDsa : AttentionArch::kMla;
+  config.num_heads = static_cast<int32_t>(c.num_attention_heads);
+  config.geometry = {static_cast<int32_t>(c.kv_lora_rank), static_cast<int32_t>(c.qk_rope_head_dim)};
+  config.qk_nope_head_dim = static_cast<int32_t>(c.qk_nope_head_dim);
+  config.v_head_dim = static_cast<int32_t>(c.v_head_dim);
+  config.q_lora_rank = static_cast<int32_t>(c.q_lora_rank);
+  config.softmax_scale = static_cast<float>(c.softmax_scale());
+  if (c.is_dsa())
+    config.indexer = {.num_heads = static_cast<int32_t>(c.index_n_heads),
+                      .head_dim = static_cast<int32_t>(c.index_head_dim),
+                      .topk = static_cast<int32_t>(c.index_topk)};
+  config.page_size = options.page_size;
+  config.max_context_len = options.max_context_len > 0 ? options.max_context_len : c.max_position_embeddings;
+  config.prefix_chunk_capacity = options.prefix_chunk_capacity;
+  config.plan.impl = options.impl;
+  return config;
+}
+
+std::vector<LatentFormat> latent_formats(const ModelConfig& c) {
+  const Context context{};
+  const AttentionConfig config = attention_config(c, {});
+  const std::unique_ptr<AttentionBackend> backend = make_attention_backend(context, config);
+  std::vector<LatentFormat> formats;
+  for (const LatentFormat format : backend->capabilities().latent_formats) {
+    const RowGeometry g = config.geometry;
+    LatentWrite write;
+    write.latent = view(nullptr, DType::kF32, {1, g.latent_dim});
+    write.rope = view(nullptr, DType::kF32, {1, g.rope_dim});
+    write.slots = view(nullptr, DType::kI32, {1});
+    write.cache = {.format = format,
+                   .geometry = g,
+                   .num_pages = 1,
+                   .page_size = config.page_size,
+                   .page_stride_bytes = config.page_size * latent_row_bytes(format, g),
+                   .scale = format == LatentFormat::kE4m3 ? 1.0f : 0.0f};
+    try {
+      OpPlan<LatentWrite>(context, write);
+    } catch (const Error&) {  // widths that its groups do not divide
+      continue;
+    }
+    formats.push_back(format);
+  }
+  return formats;
+}
+
 struct Decoder::Layer {
+  void load(Loader& loader, const ModelConfig& c, const LayerConfig& layer_config, const std::string& prefix);
   LayerConfig config;
   std::vector<float> input_norm, post_norm, q_norm, kv_norm;
   WeightView q_a, q_b, kv_a, kv_b, o;  // without a q latent q_b is q_proj, over the hidden state
@@ -120,6 +169,14 @@ struct Decoder::Layer {
   WeightView router;
   std::vector<float> router_bias;
   std::vector<MlpWeights> experts;
+};
+
+/// The MTP layer: a decoder layer over what the embedding of the next token and the hidden state are mixed to.
+/// Embedding and lm_head are the main model's; published files hold copies of them.
+struct Decoder::Mtp {
+  std::vector<float> embed_norm, hidden_norm, head_norm;
+  WeightView mix;  // eh_proj [D, 2D], the embedding's half first
+  Layer layer;
 };
 
 /// Buffers of one step, by what lies in them. [rows, ...] of the step.
@@ -142,6 +199,10 @@ struct Decoder::Scratch {
   std::vector<float> router_logits, router_weights;
   std::vector<int32_t> router_ids;
   std::vector<float> logit_rows;
+  std::vector<float> hidden;        // [rows, D] normalised, of the last forward(), for drafts
+  std::vector<float> draft_hidden;  // [rows, D] normalised, of the last draft step
+  std::vector<float> gathered;      // [requests, D] rows of it
+  std::vector<float> mix_in;        // [rows, 2D]
   MlpScratch mlp;
 };
 
@@ -155,81 +216,105 @@ Decoder::Decoder(const Context& context, Checkpoint& checkpoint, const DecoderOp
       scratch_(std::make_unique<Scratch>()) {
   if (options_.max_context_len <= 0) options_.max_context_len = config_.max_position_embeddings;
   load(checkpoint);
+  if (options_.draft && !draft_refusal_.empty()) fail(ErrorCode::kUnsupported, "draft", "{}", draft_refusal_);
   make_backend();
 }
 
 Decoder::~Decoder() = default;
 
+void Decoder::Layer::load(Loader& loader, const ModelConfig& c, const LayerConfig& layer_config,
+                          const std::string& prefix) {
+  config = layer_config;
+  const int64_t dim = c.hidden_size, heads = c.num_attention_heads;
+  const std::string attn = prefix + "self_attn.";
+  input_norm = loader.vector(prefix + "input_layernorm.weight", dim);
+  post_norm = loader.vector(prefix + "post_attention_layernorm.weight", dim);
+  if (c.q_lora_rank > 0) {
+    q_a = loader.weight(attn + "q_a_proj.weight", c.q_lora_rank, dim);
+    q_norm = loader.vector(attn + "q_a_layernorm.weight", c.q_lora_rank);
+    q_b = loader.weight(attn + "q_b_proj.weight", heads * c.qk_head_dim(), c.q_lora_rank);
+  } else {
+    q_b = loader.weight(attn + "q_proj.weight", heads * c.qk_head_dim(), dim);
+  }
+  kv_a = loader.weight(attn + "kv_a_proj_with_mqa.weight", c.kv_lora_rank + c.qk_rope_head_dim, dim);
+  kv_norm = loader.vector(attn + "kv_a_layernorm.weight", c.kv_lora_rank);
+  kv_b = loader.weight(attn + "kv_b_proj.weight", heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank);
+  o = loader.weight(attn + "o_proj.weight", dim, heads * c.v_head_dim);
+  if (config.indexer) {
+    const std::string indexer = attn + "indexer.";
+    index_q = loader.weight(indexer + "wq_b.weight", c.index_n_heads * c.index_head_dim, c.q_lora_rank);
+    index_k = loader.weight(indexer + "wk.weight", c.index_head_dim, dim);
+    index_norm_weight = loader.vector(indexer + "k_norm.weight", c.index_head_dim);
+    index_norm_bias = loader.vector(indexer + "k_norm.bias", c.index_head_dim);
+    index_weights = loader.weight(indexer + "weights_proj.weight", c.index_n_heads, dim);
+  }
+  if (!config.moe) {
+    mlp = loader.mlp(prefix + "mlp.", c.intermediate_size);
+    return;
+  }
+  router = loader.weight(prefix + "mlp.gate.weight", c.n_routed_experts, dim);
+  router_bias = loader.vector(prefix + "mlp.gate.e_score_correction_bias", c.n_routed_experts);
+  for (int64_t e = 0; e < c.n_routed_experts; ++e)
+    experts.push_back(loader.mlp(fmt::format("{}mlp.experts.{}.", prefix, e), c.moe_intermediate_size));
+  if (c.n_shared_experts > 0)
+    mlp = loader.mlp(prefix + "mlp.shared_experts.", c.moe_intermediate_size * c.n_shared_experts);
+}
+
 void Decoder::load(Checkpoint& checkpoint) {
   Loader loader(checkpoint, config_);
   const ModelConfig& c = config_;
-  const int64_t dim = c.hidden_size, heads = c.num_attention_heads;
-  embed_ = loader.weight("model.embed_tokens.weight", c.vocab_size, dim);
-  lm_head_ = c.tie_word_embeddings ? embed_ : loader.weight("lm_head.weight", c.vocab_size, dim);
-  final_norm_ = loader.vector("model.norm.weight", dim);
+  embed_ = loader.weight("model.embed_tokens.weight", c.vocab_size, c.hidden_size);
+  lm_head_ = c.tie_word_embeddings ? embed_ : loader.weight("lm_head.weight", c.vocab_size, c.hidden_size);
+  final_norm_ = loader.vector("model.norm.weight", c.hidden_size);
   layers_.resize(c.layers.size());
-  for (size_t i = 0; i < layers_.size(); ++i) {
-    Layer& layer = layers_[i];
-    layer.config = c.layers[i];
-    const std::string prefix = fmt::format("model.layers.{}.", i), attn = prefix + "self_attn.";
-    layer.input_norm = loader.vector(prefix + "input_layernorm.weight", dim);
-    layer.post_norm = loader.vector(prefix + "post_attention_layernorm.weight", dim);
-    if (c.q_lora_rank > 0) {
-      layer.q_a = loader.weight(attn + "q_a_proj.weight", c.q_lora_rank, dim);
-      layer.q_norm = loader.vector(attn + "q_a_layernorm.weight", c.q_lora_rank);
-      layer.q_b = loader.weight(attn + "q_b_proj.weight", heads * c.qk_head_dim(), c.q_lora_rank);
-    } else {
-      layer.q_b = loader.weight(attn + "q_proj.weight", heads * c.qk_head_dim(), dim);
-    }
-    layer.kv_a = loader.weight(attn + "kv_a_proj_with_mqa.weight", c.kv_lora_rank + c.qk_rope_head_dim, dim);
-    layer.kv_norm = loader.vector(attn + "kv_a_layernorm.weight", c.kv_lora_rank);
-    layer.kv_b = loader.weight(attn + "kv_b_proj.weight", heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank);
-    layer.o = loader.weight(attn + "o_proj.weight", dim, heads * c.v_head_dim);
-    if (layer.config.indexer) {
-      const std::string indexer = attn + "indexer.";
-      layer.index_q = loader.weight(indexer + "wq_b.weight", c.index_n_heads * c.index_head_dim, c.q_lora_rank);
-      layer.index_k = loader.weight(indexer + "wk.weight", c.index_head_dim, dim);
-      layer.index_norm_weight = loader.vector(indexer + "k_norm.weight", c.index_head_dim);
-      layer.index_norm_bias = loader.vector(indexer + "k_norm.bias", c.index_head_dim);
-      layer.index_weights = loader.weight(indexer + "weights_proj.weight", c.index_n_heads, dim);
-    }
-    if (!layer.config.moe) {
-      layer.mlp = loader.mlp(prefix + "mlp.", c.intermediate_size);
-      continue;
-    }
-    layer.router = loader.weight(prefix + "mlp.gate.weight", c.n_routed_experts, dim);
-    layer.router_bias = loader.vector(prefix + "mlp.gate.e_score_correction_bias", c.n_routed_experts);
-    for (int64_t e = 0; e < c.n_routed_experts; ++e)
-      layer.experts.push_back(loader.mlp(fmt::format("{}mlp.experts.{}.", prefix, e), c.moe_intermediate_size));
-    if (c.n_shared_experts > 0)
-      layer.mlp = loader.mlp(prefix + "mlp.shared_experts.", c.moe_intermediate_size * c.n_shared_experts);
-  }
+  for (size_t i = 0; i < layers_.size(); ++i)
+    layers_[i].load(loader, c, c.layers[i], fmt::format("model.layers.{}.", i));
+  load_mtp(checkpoint);
   for (const std::string& name : checkpoint.unused())
     if (!is_mtp_tensor(name, c.num_hidden_layers())) unknown_.push_back(name);
 }
 
+/// Of several announced layers the first one drafts.
+void Decoder::load_mtp(Checkpoint& checkpoint) {
+  const ModelConfig& c = config_;
+  const std::string& directory = checkpoint.directory();
+  if (c.num_nextn_predict_layers == 0) {
+    draft_refusal_ =
+        fmt::format("{}: num_nextn_predict_layers of config.json is 0: there is no MTP layer to draft with", directory);
+    return;
+  }
+  const std::string prefix = fmt::format("model.layers.{}.", c.num_hidden_layers());
+  const std::vector<std::string> names = checkpoint.names();
+  if (std::none_of(names.begin(), names.end(), [&](const std::string& n) { return n.starts_with(prefix); })) {
+    draft_refusal_ = fmt::format(
+        "{}: config.json announces an MTP layer, and no file has a tensor {}*: there is none to "
+        "draft with",
+        directory, prefix);
+    return;
+  }
+  Loader loader(checkpoint, config_);
+  auto mtp = std::make_unique<Mtp>();
+  try {
+    mtp->embed_norm = loader.vector(prefix + "enorm.weight", c.hidden_size);
+    mtp->hidden_norm = loader.vector(prefix + "hnorm.weight", c.hidden_size);
+    mtp->mix = loader.weight(prefix + "eh_proj.weight", c.hidden_size, 2 * c.hidden_size);
+    mtp->head_norm = loader.vector(prefix + "shared_head.norm.weight", c.hidden_size);
+    mtp->layer.load(loader, c, {.moe = true, .indexer = c.is_dsa()}, prefix);
+  } catch (const Error& e) {  // the model itself is whole
+    std::string_view text = e.what();
+    if (const size_t at = text.find("] "); at != std::string_view::npos) text.remove_prefix(at + 2);
+    draft_refusal_ = text;
+    return;
+  }
+  mtp_ = std::move(mtp);
+}
+
 void Decoder::make_backend() {
   const ModelConfig& c = config_;
-  const RowGeometry geometry{static_cast<int32_t>(c.kv_lora_rank), static_cast<int32_t>(c.qk_rope_head_dim)};
-  AttentionConfig config;
-  config.arch = c.is_dsa() ? AttentionArch::kDsa : AttentionArch::kMla;
-  config.num_heads = static_cast<int32_t>(c.num_attention_heads);
-  config.geometry = geometry;
-  config.qk_nope_head_dim = static_cast<int32_t>(c.qk_nope_head_dim);
-  config.v_head_dim = static_cast<int32_t>(c.v_head_dim);
-  config.q_lora_rank = static_cast<int32_t>(c.q_lora_rank);
-  config.softmax_scale = static_cast<float>(c.softmax_scale());
-  if (c.is_dsa())
-    config.indexer = {.num_heads = static_cast<int32_t>(c.index_n_heads),
-                      .head_dim = static_cast<int32_t>(c.index_head_dim),
-                      .topk = static_cast<int32_t>(c.index_topk)};
-  config.page_size = options_.page_size;
-  config.max_context_len = options_.max_context_len;
-  config.prefix_chunk_capacity = options_.prefix_chunk_capacity;
-  config.plan.impl = options_.impl;
-  backend_ = make_attention_backend(*context_, config, options_.backend);
-
-  latent_pool_ = std::make_unique<LatentPool>(LatentPoolOptions{.num_layers = static_cast<int32_t>(layers_.size()),
+  backend_ = make_attention_backend(*context_, attention_config(c, options_), options_.backend);
+  const RowGeometry geometry = backend_->config().geometry;
+  const auto num_layers = static_cast<int32_t>(layers_.size());
+  latent_pool_ = std::make_unique<LatentPool>(LatentPoolOptions{.num_layers = num_layers + int32_t{options_.draft},
                                                                 .format = options_.latent_format,
                                                                 .geometry = geometry,
                                                                 .num_pages = options_.num_pages,
@@ -241,53 +326,81 @@ void Decoder::make_backend() {
                             .head_dim = static_cast<int32_t>(c.index_head_dim),
                             .num_pages = options_.num_pages,
                             .page_size = options_.page_size};
-    for (size_t i = 0; i < layers_.size(); ++i)
-      if (layers_[i].config.indexer) index.layers.push_back(static_cast<int32_t>(i));
+    for (int32_t i = 0; i < num_layers; ++i)
+      if (layers_[static_cast<size_t>(i)].config.indexer) index.layers.push_back(i);
+    if (options_.draft) index.layers.push_back(num_layers);
     index_pool_ = std::make_unique<IndexKPool>(index);
-    selection_ = std::make_unique<SelectionBuffer>(static_cast<int32_t>(c.index_topk), true);
+    const auto topk = static_cast<int32_t>(c.index_topk);
+    for (auto* buffer : {&selection_, &draft_selection_, &next_draft_selection_})
+      *buffer = std::make_unique<SelectionBuffer>(topk, true);
   }
-  std::vector<LayerCaches> caches;
-  for (size_t i = 0; i < layers_.size(); ++i) {
-    LayerCaches layer{.latent = latent_pool_->layer(static_cast<int32_t>(i)), .index = {}};
-    if (layers_[i].config.indexer) layer.index = index_pool_->layer(static_cast<int32_t>(i));
-    caches.push_back(layer);
-  }
-  backend_->bind(caches);
+  backend_->bind(layer_caches(*latent_pool_, index_pool_.get()));
 }
 
 int64_t Decoder::pool_bytes() const noexcept {
   return latent_pool_->sizes().total_bytes + (index_pool_ ? index_pool_->sizes().total_bytes : 0);
 }
 
-void Decoder::forward(const BatchStep& step, std::span<const int32_t> ids, const ForwardOutputs& outputs) {
-  const Timer timer(stats_.total_seconds);
-  backend_->prepare(step);
-  const StepPlan& plan = backend_->step();
-  const int64_t rows = plan.num_rows(), dim = config_.hidden_size;
-  if (static_cast<int64_t>(ids.size()) != rows) fail_argument("forward", "{} ids for {} rows", ids.size(), rows);
-  if (rows == 0) return;
+void Decoder::prepare(const BatchStep& step) {
+  hidden_rows_ = draft_rows_ = 0;
+  if (!options_.persistent_plans || step.num_extends() > 0 || step.num_requests() == 0) {
+    backend_->prepare(step);
+    return;
+  }
+  const auto requests = static_cast<int32_t>(step.num_requests());
+  capture(requests, step.q_len);
+  if (options_.draft) capture(requests, 1);  // later draft steps have one row a request
+  backend_->refresh(step, requests);
+}
+
+void Decoder::capture(int32_t num_requests, int32_t q_len) {
+  const std::pair<int32_t, int32_t> shape(num_requests, q_len);
+  if (std::find(captured_.begin(), captured_.end(), shape) != captured_.end()) return;
+  // No request outgrows the pool: a plan for the whole context would take its table, and workspaces, for nothing.
+  const int64_t pool_tokens = std::max<int64_t>(1, options_.num_pages - 1) * options_.page_size;
+  backend_->capture(
+      {.num_requests = num_requests, .q_len = q_len, .max_seq_len = std::min(options_.max_context_len, pool_tokens)});
+  captured_.push_back(shape);
+}
+
+void Decoder::check_ids(const char* function, std::span<const int32_t> ids, int64_t rows,
+                        std::span<const int64_t> logit_rows) const {
+  if (static_cast<int64_t>(ids.size()) != rows) fail_argument(function, "{} ids for {} rows", ids.size(), rows);
   for (const int32_t id : ids)
     if (id < 0 || id >= config_.vocab_size)
-      fail_argument("forward", "token id is {}; accepted: 0 to {}", id, config_.vocab_size - 1);
-  for (const int64_t row : outputs.logit_rows)
-    if (row < 0 || row >= rows) fail_argument("forward", "logit row is {}; the step has {} rows", row, rows);
+      fail_argument(function, "token id is {}; accepted: 0 to {}", id, config_.vocab_size - 1);
+  for (const int64_t row : logit_rows)
+    if (row < 0 || row >= rows) fail_argument(function, "logit row is {}; the step has {} rows", row, rows);
+}
+
+void Decoder::forward(const BatchStep& step, std::span<const int32_t> ids, const ForwardOutputs& outputs) {
+  const Timer timer(stats_.total_seconds);
+  prepare(step);
+  const StepPlan& plan = backend_->step();
+  const int64_t rows = plan.num_rows(), dim = config_.hidden_size;
+  check_ids("forward", ids, rows, outputs.logit_rows);
+  if (rows == 0) return;
   rope_.reserve(1 + *std::max_element(plan.positions().begin(), plan.positions().end()));
 
   float* x = room(scratch_->x, rows * dim);
-  float* normed = room(scratch_->normed, rows * dim);
-  room(scratch_->branch, rows * dim);
   for (int64_t r = 0; r < rows; ++r) widen_row(embed_, ids[static_cast<size_t>(r)], 0, dim, x + r * dim);
-  const auto eps = static_cast<float>(config_.rms_norm_eps);
-  for (size_t i = 0; i < layers_.size(); ++i) {
-    const Layer& layer = layers_[i];
-    rms_norm(*executor_, x, dim, rows, dim, layer.input_norm.data(), eps, normed, dim);
-    attention(static_cast<int32_t>(i), layer, rows, outputs);
-    add_rows(*executor_, x, scratch_->branch.data(), rows, dim);
-    rms_norm(*executor_, x, dim, rows, dim, layer.post_norm.data(), eps, normed, dim);
-    mlp(layer, rows);
-    add_rows(*executor_, x, scratch_->branch.data(), rows, dim);
+  Choice choice;
+  if (selection_) {
+    selection_->reserve(rows);
+    choice.selection = selection_->view(rows);
   }
+  for (size_t i = 0; i < layers_.size(); ++i)
+    run_layer(static_cast<int32_t>(i), layers_[i], rows,
+              {.selection = choice.selection, .reused = !layers_[i].config.indexer}, outputs);
 
+  const auto eps = static_cast<float>(config_.rms_norm_eps);
+  if (options_.draft) {
+    float* hidden = room(scratch_->hidden, rows * dim);
+    rms_norm(*executor_, x, dim, rows, dim, final_norm_.data(), eps, hidden, dim);
+    hidden_rows_ = rows;
+    logits_of(hidden, outputs);
+    return;
+  }
   const auto wanted = static_cast<int64_t>(outputs.logit_rows.size());
   if (wanted == 0) return;
   float* last = room(scratch_->logit_rows, wanted * dim);
@@ -295,6 +408,102 @@ void Decoder::forward(const BatchStep& step, std::span<const int32_t> ids, const
     std::copy_n(x + outputs.logit_rows[static_cast<size_t>(i)] * dim, dim, last + i * dim);
   rms_norm(*executor_, last, dim, wanted, dim, final_norm_.data(), eps, last, dim);
   projector_.linear(last, wanted, lm_head_, outputs.logits);
+}
+
+/// lm_head over the wanted rows of `normed`.
+void Decoder::logits_of(const float* normed, const ForwardOutputs& outputs) {
+  const auto wanted = static_cast<int64_t>(outputs.logit_rows.size());
+  const int64_t dim = config_.hidden_size;
+  if (wanted == 0) return;
+  float* rows = room(scratch_->logit_rows, wanted * dim);
+  for (int64_t i = 0; i < wanted; ++i)
+    std::copy_n(normed + outputs.logit_rows[static_cast<size_t>(i)] * dim, dim, rows + i * dim);
+  projector_.linear(rows, wanted, lm_head_, outputs.logits);
+}
+
+/// x += attention(norm(x)); x += mlp(norm(x)).
+void Decoder::run_layer(int32_t index, const Layer& layer, int64_t rows, const Choice& choice,
+                        const ForwardOutputs& outputs) {
+  const int64_t dim = config_.hidden_size;
+  const auto eps = static_cast<float>(config_.rms_norm_eps);
+  float* x = scratch_->x.data();
+  float* normed = room(scratch_->normed, rows * dim);
+  float* branch = room(scratch_->branch, rows * dim);
+  rms_norm(*executor_, x, dim, rows, dim, layer.input_norm.data(), eps, normed, dim);
+  attention(index, layer, rows, choice, outputs);
+  add_rows(*executor_, x, branch, rows, dim);
+  rms_norm(*executor_, x, dim, rows, dim, layer.post_norm.data(), eps, normed, dim);
+  mlp(layer, rows);
+  add_rows(*executor_, x, branch, rows, dim);
+}
+
+void Decoder::draft(std::span<const int32_t> next_ids, const ForwardOutputs& outputs) {
+  constexpr const char* kFunction = "draft";
+  const Timer timer(stats_.total_seconds);
+  if (!options_.draft) fail_argument(kFunction, "the decoder was made without `draft`");
+  if (hidden_rows_ == 0) fail_argument(kFunction, "there is no step to draft from; accepted: forward with rows first");
+  check_ids(kFunction, next_ids, hidden_rows_, outputs.logit_rows);
+  draft_rows_ = hidden_rows_;
+  hidden_rows_ = 0;  // a second pass would write what the first one wrote
+  Choice choice;
+  if (draft_selection_) {
+    draft_selection_->reserve(draft_rows_);
+    choice.selection = draft_selection_->view(draft_rows_);
+  }
+  run_mtp(next_ids, scratch_->hidden.data(), choice, outputs);
+}
+
+void Decoder::draft_next(const DraftAdvance& advance, std::span<const int32_t> rows, std::span<const int32_t> ids,
+                         const ForwardOutputs& outputs) {
+  constexpr const char* kFunction = "draft_next";
+  const Timer timer(stats_.total_seconds);
+  if (draft_rows_ == 0) fail_argument(kFunction, "there is no draft to go on from; accepted: draft first");
+  for (const int32_t row : rows)
+    if (row < -1 || row >= draft_rows_) fail_argument(kFunction, "row is {}; accepted: -1 to {}", row, draft_rows_ - 1);
+  backend_->advance(advance);
+  const StepPlan& plan = backend_->step();
+  const int64_t n = plan.num_rows(), dim = config_.hidden_size;
+  if (static_cast<int64_t>(rows.size()) != n) fail_argument(kFunction, "{} rows for {} requests", rows.size(), n);
+  check_ids(kFunction, ids, n, outputs.logit_rows);
+  rope_.reserve(1 + *std::max_element(plan.positions().begin(), plan.positions().end()));
+  float* hidden = room(scratch_->gathered, n * dim);
+  for (int64_t r = 0; r < n; ++r) {
+    const int32_t from = rows[static_cast<size_t>(r)];
+    if (from < 0) std::fill_n(hidden + r * dim, dim, 0.0f);
+    else std::copy_n(scratch_->draft_hidden.data() + from * dim, dim, hidden + r * dim);
+  }
+  Choice choice;
+  if (draft_selection_) {
+    next_draft_selection_->reserve(n);
+    choice.selection = next_draft_selection_->view(n);
+    if (config_.index_share_for_mtp_iteration) {
+      gather_selection(draft_selection_->view(draft_rows_), rows, choice.selection);
+      choice.reused = true;
+    }
+    std::swap(draft_selection_, next_draft_selection_);
+  }
+  draft_rows_ = n;
+  run_mtp(ids, hidden, choice, outputs);
+}
+
+/// The MTP layer over the rows of the current step (model.md 8). `hidden` is what lm_head read: normalised.
+void Decoder::run_mtp(std::span<const int32_t> ids, const float* hidden, const Choice& choice,
+                      const ForwardOutputs& outputs) {
+  Scratch& s = *scratch_;
+  const Mtp& mtp = *mtp_;
+  const auto rows = static_cast<int64_t>(ids.size());
+  const int64_t dim = config_.hidden_size;
+  const auto eps = static_cast<float>(config_.rms_norm_eps);
+  float* x = room(s.x, rows * dim);
+  float* mixed = room(s.mix_in, rows * 2 * dim);
+  for (int64_t r = 0; r < rows; ++r) widen_row(embed_, ids[static_cast<size_t>(r)], 0, dim, x + r * dim);
+  rms_norm(*executor_, x, dim, rows, dim, mtp.embed_norm.data(), eps, mixed, 2 * dim);
+  rms_norm(*executor_, hidden, dim, rows, dim, mtp.hidden_norm.data(), eps, mixed + dim, 2 * dim);
+  projector_.linear(mixed, rows, mtp.mix, x);
+  run_layer(static_cast<int32_t>(layers_.size()), mtp.layer, rows, choice, outputs);
+  float* out = room(s.draft_hidden, rows * dim);
+  rms_norm(*executor_, x, dim, rows, dim, mtp.head_norm.data(), eps, out, dim);
+  logits_of(out, outputs);
 }
 
 void Decoder::rotate(float* x, int64_t rows, int64_t heads, int64_t width, int64_t row_stride, int32_t offset,
@@ -320,12 +529,13 @@ TensorView Decoder::query_view(float* x, std::initializer_list<int64_t> shape, s
   return v;
 }
 
-void Decoder::attention(int32_t index, const Layer& layer, int64_t rows, const ForwardOutputs& outputs) {
+void Decoder::attention(int32_t index, const Layer& layer, int64_t rows, const Choice& choice,
+                        const ForwardOutputs& outputs) {
   const ModelConfig& c = config_;
   Scratch& s = *scratch_;
   const int64_t dim = c.hidden_size, heads = c.num_attention_heads, q_dim = c.qk_head_dim();
   const int64_t latent_dim = c.kv_lora_rank, rope_dim = c.qk_rope_head_dim, row_dim = latent_dim + rope_dim;
-  const bool indexer = layer.config.indexer;
+  const bool indexer = layer.config.indexer, selects = indexer && !choice.reused;
   const float latent_eps = static_cast<float>(ModelConfig::kLatentNormEps);
 
   // What reads the hidden state.
@@ -336,10 +546,8 @@ void Decoder::attention(int32_t index, const Layer& layer, int64_t rows, const F
   std::vector<Product> products;
   products.push_back(c.q_lora_rank > 0 ? from_hidden(layer.q_a, s.q_latent) : from_hidden(layer.q_b, s.q));
   products.push_back(from_hidden(layer.kv_a, s.kv));
-  if (indexer) {
-    products.push_back(from_hidden(layer.index_k, s.index_k));
-    products.push_back(from_hidden(layer.index_weights, s.index_weights));
-  }
+  if (indexer) products.push_back(from_hidden(layer.index_k, s.index_k));
+  if (selects) products.push_back(from_hidden(layer.index_weights, s.index_weights));
   projector_.run(products);
 
   // What reads the normalised q latent.
@@ -355,7 +563,7 @@ void Decoder::attention(int32_t index, const Layer& layer, int64_t rows, const F
                      .y_stride = w.rows};
     };
     products = {from_latent(layer.q_b, s.q)};
-    if (indexer) products.push_back(from_latent(layer.index_q, s.index_q));
+    if (selects) products.push_back(from_latent(layer.index_q, s.index_q));
     projector_.run(products);
   }
   rotate(s.q.data(), rows, heads, q_dim, heads * q_dim, static_cast<int32_t>(c.qk_nope_head_dim),
@@ -370,47 +578,51 @@ void Decoder::attention(int32_t index, const Layer& layer, int64_t rows, const F
   KvRows kv{.latent = view(latent, {rows, latent_dim}), .rope = view(rope, {rows, rope_dim}), .index_k = {}};
 
   room(s.heads, rows * heads * c.v_head_dim);
-  if (c.is_dsa()) sparse_attention(index, layer, rows, kv, outputs);
+  if (c.is_dsa()) sparse_attention(index, layer, rows, kv, choice, outputs);
   else dense_attention(index, layer, rows, kv);
   projector_.linear(s.heads.data(), rows, layer.o, s.branch.data());
 }
 
-void Decoder::sparse_attention(int32_t index, const Layer& layer, int64_t rows, const KvRows& kv,
+void Decoder::sparse_attention(int32_t index, const Layer& layer, int64_t rows, const KvRows& kv, const Choice& choice,
                                const ForwardOutputs& outputs) {
   const ModelConfig& c = config_;
   Scratch& s = *scratch_;
   const int64_t heads = c.num_attention_heads, index_heads = c.index_n_heads, index_dim = c.index_head_dim;
-  selection_->reserve(rows);
-  const TopKSelection chosen = selection_->view(rows);
+  const TopKSelection& chosen = choice.selection;
   StepWrite write = kv;
   if (layer.config.indexer) {
     layer_norm(*executor_, s.index_k.data(), index_dim, rows, index_dim, layer.index_norm_weight.data(),
                layer.index_norm_bias.data(), static_cast<float>(ModelConfig::kLatentNormEps), s.index_k.data(),
                index_dim);
     rotate(s.index_k.data(), rows, 1, index_dim, index_dim, 0, c.index_rope_pairing);
-    rotate(s.index_q.data(), rows, index_heads, index_dim, index_heads * index_dim, 0, c.index_rope_pairing);
-    const auto factor = static_cast<float>(c.index_scale() / std::sqrt(static_cast<double>(index_heads)));
-    for (int64_t i = 0; i < rows * index_heads; ++i) s.index_weights[static_cast<size_t>(i)] *= factor;
     KvRows with_index = kv;
     with_index.index_k = view(s.index_k.data(), {rows, index_dim});
-    const TensorView weights = view(s.index_weights.data(), {rows, index_heads});
-    {
-      const Timer timer(stats_.attention_seconds);
-      backend_->select({.layer = index,
-                        .rows = StepRows::kAll,
-                        .q = query_view(s.index_q.data(), {rows, index_heads, index_dim}, s.index_q16),
-                        .weights = weights,
-                        .write = with_index,
-                        .out = chosen});
-    }
     write = AlreadyWritten{};
-    if (outputs.on_selection)
-      outputs.on_selection({.layer = index,
-                            .q = view(s.index_q.data(), {rows, index_heads, index_dim}),
-                            .weights = weights,
-                            .chosen = chosen,
-                            .step = backend_->step(),
-                            .cache = index_pool_->layer(index)});
+    if (choice.reused) {
+      const Timer timer(stats_.attention_seconds);
+      backend_->write(index, StepRows::kAll, with_index);
+    } else {
+      rotate(s.index_q.data(), rows, index_heads, index_dim, index_heads * index_dim, 0, c.index_rope_pairing);
+      const auto factor = static_cast<float>(c.index_scale() / std::sqrt(static_cast<double>(index_heads)));
+      for (int64_t i = 0; i < rows * index_heads; ++i) s.index_weights[static_cast<size_t>(i)] *= factor;
+      const TensorView weights = view(s.index_weights.data(), {rows, index_heads});
+      {
+        const Timer timer(stats_.attention_seconds);
+        backend_->select({.layer = index,
+                          .rows = StepRows::kAll,
+                          .q = query_view(s.index_q.data(), {rows, index_heads, index_dim}, s.index_q16),
+                          .weights = weights,
+                          .write = with_index,
+                          .out = chosen});
+      }
+      if (outputs.on_selection)
+        outputs.on_selection({.layer = index,
+                              .q = view(s.index_q.data(), {rows, index_heads, index_dim}),
+                              .weights = weights,
+                              .chosen = chosen,
+                              .step = backend_->step(),
+                              .cache = index_pool_->layer(index)});
+    }
   }
   const std::span<const int32_t> row_lens = backend_->step().row_lens();
   for (int64_t r = 0; r < rows; ++r) {

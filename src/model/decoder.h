@@ -5,6 +5,13 @@
 //   Decoder decoder(context, checkpoint, options);
 //   decoder.forward(step, ids, {.logit_rows = rows, .logits = out});
 //
+// Drafts. With DecoderOptions::draft the multi-token-prediction layer (MTP: the layer behind the others) has caches of
+// its own, and after forward() it guesses the token behind the next one of every row:
+//   decoder.draft(next_ids, {...});                        // the same rows
+//   decoder.draft_next({.steps = 1, ...}, rows, ids, {...});  // one row a request, as often as wanted
+// A model may announce such a layer and have no tensors for it, as published ones do: it loads, and only
+// DecoderOptions::draft is refused.
+//
 // Forms of attention. DSA layers always run the absorbed form over what their indexer chose, prefill and decode alike.
 // Dense MLA layers run the expanded form for prefill rows (prefixes in chunks) and the absorbed one for decode rows; in
 // the invariant mode the absorbed one for every row, since the two differ in rounding.
@@ -48,15 +55,25 @@ struct DecoderOptions {
   int64_t prefix_chunk_capacity = 2048;  ///< dense prefill: prefix tokens expanded at a time, H*(N+P+V) values each
   QueryPrecision query = QueryPrecision::kF32;
   bool invariant = false;  ///< rows' bits do not depend on chunks, batch neighbours or threads
+  bool draft = false;      ///< run the MTP layer; refused where the checkpoint has none
+  /// Decode steps go through plans that are captured once per (requests, rows a request) and refreshed in place. The
+  /// bits are the same either way.
+  bool persistent_plans = true;
 };
 
-/// Bytes of cache that one token takes, over all layers.
+/// Bytes of cache that one token takes, over all layers, the MTP layer among them for drafts.
 struct KvCost {
   int64_t latent_bytes = 0;
   int64_t index_bytes = 0;
   int64_t total() const noexcept { return latent_bytes + index_bytes; }
 };
-KvCost kv_cost(const ModelConfig& config, LatentFormat latent, IndexKFormat index);
+KvCost kv_cost(const ModelConfig& config, LatentFormat latent, IndexKFormat index, bool draft = false);
+
+/// What a backend needs to know of a model.
+AttentionConfig attention_config(const ModelConfig& config, const DecoderOptions& options);
+
+/// The formats of the latent cache that the model's backend binds and its rows fit into.
+std::vector<LatentFormat> latent_formats(const ModelConfig& config);
 
 /// Counters over all steps so far.
 struct DecoderStats {
@@ -93,6 +110,17 @@ class Decoder {
   /// One step of a batch; ids are those of its rows [num_rows], each below vocab_size.
   void forward(const BatchStep& step, std::span<const int32_t> ids, const ForwardOutputs& outputs);
 
+  /// The MTP layer over the rows that forward() ran last, writing its caches: row i, whose token is followed by
+  /// next_ids[i], gives logits of the token behind that one. Rows are those of the step, in `outputs` too.
+  void draft(std::span<const int32_t> next_ids, const ForwardOutputs& outputs);
+  /// A later step of the draft: one row for every request of the step, `advance` giving lengths. Request r goes on from
+  /// row rows[r] of the draft step before (-1: padding) with the token ids[r], which that row guessed. Selects keys
+  /// anew, unless the model says that MTP iterations share the first selection.
+  void draft_next(const DraftAdvance& advance, std::span<const int32_t> rows, std::span<const int32_t> ids,
+                  const ForwardOutputs& outputs);
+  /// Why this checkpoint cannot draft; empty where it can.
+  const std::string& draft_refusal() const noexcept { return draft_refusal_; }
+
   const ModelConfig& config() const noexcept { return config_; }
   const DecoderOptions& options() const noexcept { return options_; }
   int64_t num_pages() const noexcept { return options_.num_pages; }
@@ -108,11 +136,25 @@ class Decoder {
 
  private:
   struct Layer;
+  struct Mtp;
   struct Scratch;
+  /// Where a sparse layer's list of keys lies, and whether it is there already.
+  struct Choice {
+    TopKSelection selection;
+    bool reused = false;
+  };
   void load(Checkpoint& checkpoint);
+  void load_mtp(Checkpoint& checkpoint);
   void make_backend();
-  void attention(int32_t index, const Layer& layer, int64_t rows, const ForwardOutputs& outputs);
-  void sparse_attention(int32_t index, const Layer& layer, int64_t rows, const KvRows& kv,
+  void prepare(const BatchStep& step);
+  void capture(int32_t num_requests, int32_t q_len);
+  void check_ids(const char* function, std::span<const int32_t> ids, int64_t rows,
+                 std::span<const int64_t> logit_rows) const;
+  void run_layer(int32_t index, const Layer& layer, int64_t rows, const Choice& choice, const ForwardOutputs& outputs);
+  void run_mtp(std::span<const int32_t> ids, const float* hidden, const Choice& choice, const ForwardOutputs& outputs);
+  void logits_of(const float* normed, const ForwardOutputs& outputs);
+  void attention(int32_t index, const Layer& layer, int64_t rows, const Choice& choice, const ForwardOutputs& outputs);
+  void sparse_attention(int32_t index, const Layer& layer, int64_t rows, const KvRows& kv, const Choice& choice,
                         const ForwardOutputs& outputs);
   void dense_attention(int32_t index, const Layer& layer, int64_t rows, const KvRows& kv);
   void absorb(const Layer& layer, Range rows);
@@ -134,11 +176,18 @@ class Decoder {
   WeightView embed_, lm_head_;
   std::vector<float> final_norm_;
   std::vector<Layer> layers_;
+  std::unique_ptr<Mtp> mtp_;  // null where the checkpoint has none that can be used: draft_refusal_ says why
+  std::string draft_refusal_;
   std::vector<std::string> unknown_;
   std::unique_ptr<LatentPool> latent_pool_;
   std::unique_ptr<IndexKPool> index_pool_;
   std::unique_ptr<AttentionBackend> backend_;
   std::unique_ptr<SelectionBuffer> selection_;
+  // Of the MTP layer: the list of the last draft step, and room for the next one's.
+  std::unique_ptr<SelectionBuffer> draft_selection_, next_draft_selection_;
+  std::vector<std::pair<int32_t, int32_t>> captured_;  // (requests, rows a request)
+  int64_t hidden_rows_ = 0;                            // rows whose hidden state forward() left
+  int64_t draft_rows_ = 0;                             // rows whose hidden state the last draft step left
   std::unique_ptr<Scratch> scratch_;
   DecoderStats stats_;
 };

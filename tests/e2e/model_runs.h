@@ -40,6 +40,7 @@ inline std::vector<std::string> implementations(bool with_oracle) {
 
 struct RunSetup {
   std::string checkpoint = "tiny-dsv32";
+  std::string directory = {};  ///< instead of the checkpoint's
   DecoderOptions decoder = {};
   EngineOptions engine = {};
   int threads = 2;
@@ -49,13 +50,15 @@ struct RunResult {
   std::vector<int32_t> tokens;
   std::vector<float> logits;  ///< [rows, vocab] of the first request: all of its prompt and all but its last new token
   int64_t vocab = 0;
+  EngineStats stats;
 };
 
 /// Runs `request` with `neighbours` beside it; logits are the first one's.
 inline RunResult run(const RunSetup& setup, const Request& request, const std::vector<Request>& neighbours = {}) {
   ThreadPool pool({.num_threads = setup.threads});
   const Context context{.executor = &pool};
-  Checkpoint checkpoint = Checkpoint::open(checkpoint_dir(setup.checkpoint));
+  Checkpoint checkpoint =
+      Checkpoint::open(setup.directory.empty() ? checkpoint_dir(setup.checkpoint) : setup.directory);
   DecoderOptions options = setup.decoder;
   if (options.num_pages == 0) {
     int64_t pages = 1;
@@ -67,6 +70,7 @@ inline RunResult run(const RunSetup& setup, const Request& request, const std::v
       pages += pages_for(static_cast<int64_t>(r->prompt.size()) + r->max_new_tokens, options.page_size);
     options.num_pages = pages;
   }
+  options.draft = options.draft || setup.engine.speculate > 0;
   Decoder decoder(context, checkpoint, options);
   RunResult result;
   result.vocab = decoder.config().vocab_size;
@@ -81,6 +85,7 @@ inline RunResult run(const RunSetup& setup, const Request& request, const std::v
   EXPECT_EQ(engine.add(request), mine);
   engine.run();
   result.tokens = engine.request(mine).tokens;
+  result.stats = engine.stats();
   return result;
 }
 

@@ -155,6 +155,53 @@ TEST(Generate, JsonHoldsEverything) {
   EXPECT_TRUE(out["implementations"].contains("sparse_attention"));
 }
 
+TEST(Generate, SpeculatesWithTheMtpLayer) {
+  const auto generated = [&](const std::string& drafts) {
+    const Ran r = gannet_command(generate(
+        {"--prompt", kKing, "--max-new-tokens", "40", "--ignore-eos", "--invariant", "--speculate", drafts, "--json"}));
+    EXPECT_EQ(r.code, 0) << r.err;
+    return nlohmann::json::parse(r.out);
+  };
+  const nlohmann::json plain = generated("0"), drafts = generated("3");
+  EXPECT_EQ(plain["ids"], drafts["ids"]);
+  EXPECT_FALSE(plain.contains("acceptance_rate"));
+  EXPECT_GT(drafts["acceptance_rate"], 0.1);
+  EXPECT_EQ(drafts["accepted_tokens"].get<int>() + drafts["decode_steps"].get<int>(), 39);
+  EXPECT_EQ(drafts["kv_bytes_per_token"], 5 * (576 * 2 + 132));  // the MTP layer has caches too
+  const Ran table = gannet_command(generate({"--prompt", kKing, "--max-new-tokens", "9", "--speculate", "2"}));
+  EXPECT_NE(table.out.find("\nspeculation "), std::string::npos) << table.out;
+}
+
+TEST(Generate, TakesEveryFormatThatTheFamilyAllows) {
+  const auto bytes = [&](const std::string& model, const std::vector<std::string>& formats) {
+    std::vector<std::string> args = {"generate", "--model",      checkpoint_dir(model), "--ids",
+                                     "0,5,6,7",  "--ignore-eos", "--max-new-tokens",    "3",
+                                     "--json"};
+    args.insert(args.end(), formats.begin(), formats.end());
+    const Ran r = gannet_command(args);
+    EXPECT_EQ(r.code, 0) << model << " " << formats[1] << ": " << r.err;
+    return r.code == 0 ? nlohmann::json::parse(r.out)["kv_bytes_per_token"].get<int64_t>() : 0;
+  };
+  const std::vector<std::pair<std::string, int64_t>> latents = {
+      {"fp32", 2304}, {"bf16", 1152}, {"e4m3", 576}, {"packed656", 656}, {"e4m3_per_token", 644}};
+  for (const auto& [name, size] : latents) {
+    EXPECT_EQ(bytes("v3-yarn", {"--kv-dtype", name}), 3 * size) << name;
+    if (name == "e4m3_per_token") continue;
+    EXPECT_EQ(bytes("tiny-dsv32", {"--kv-dtype", name}), 4 * (size + 132)) << name;
+  }
+  for (const auto& [name, size] :
+       std::vector<std::pair<std::string, int64_t>>{{"fp32", 512}, {"bf16", 256}, {"fp8", 132}, {"fp8_pow2", 132}})
+    EXPECT_EQ(bytes("tiny-dsv32", {"--index-dtype", name}), 4 * (1152 + size)) << name;
+  EXPECT_EQ(bytes("v3-yarn", {"--kv-dtype", "e4m3", "--kv-scale", "0.25"}), 3 * 576);
+  // What info lists is what generate takes.
+  const Ran info = gannet_command({"info", "--model", kModel, "--json"});
+  const nlohmann::json cost = nlohmann::json::parse(info.out)["model"]["kv_bytes_per_token"];
+  ASSERT_EQ(cost.size(), 12u) << cost.dump();
+  EXPECT_EQ(cost["latent packed656, index keys fp8 or fp8_pow2"], 4 * (656 + 132));
+  const Ran dense = gannet_command({"info", "--model", checkpoint_dir("v3-yarn"), "--json"});
+  EXPECT_EQ(nlohmann::json::parse(dense.out)["model"]["kv_bytes_per_token"].size(), 5u);
+}
+
 TEST(Generate, SamplingRepeatsWithItsSeed) {
   const auto sampled = [&](const std::string& seed) {
     return gannet_command(generate({"--prompt", kKing, "--max-new-tokens", "24", "--temperature", "1.2", "--top-p",
@@ -340,10 +387,10 @@ TEST(Generate, WarnsOfTensorsThatTheModelDoesNotKnow) {
   // MTP tensors (layer 4) are known and silent; a layer norm under another name is not.
   const fs::path dir = broken_model("unknown_tensor", [&](const fs::path& d) {
     nlohmann::json index = nlohmann::json::parse(slurp(d / "model.safetensors.index.json"));
-    index["weight_map"]["model.extra.weight"] = "extra.safetensors";
+    index["weight_map"]["model.extra\x1b[31m.weight"] = "extra.safetensors";
     fs::remove(d / "model.safetensors.index.json");
     spit(d / "model.safetensors.index.json", index.dump());
-    std::string header = R"({"model.extra.weight":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})";
+    std::string header = R"({"model.extra\u001b[31m.weight":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})";
     header.resize((header.size() + 7) / 8 * 8, ' ');
     const uint64_t n = header.size();
     std::string file(sizeof n, '\0');
@@ -352,8 +399,20 @@ TEST(Generate, WarnsOfTensorsThatTheModelDoesNotKnow) {
   });
   const Ran r = gannet_command(on_model(dir));
   EXPECT_EQ(r.code, 0) << r.err;
-  EXPECT_NE(r.err.find("warning: tensor model.extra.weight"), std::string::npos) << r.err;
+  // The name comes from a file: its control characters do not reach the terminal.
+  EXPECT_NE(r.err.find("warning: tensor \"model.extra\\u001b[31m.weight\""), std::string::npos) << r.err;
   EXPECT_EQ(std::count(r.err.begin(), r.err.end(), '\n'), 1) << r.err;
+}
+
+// A checkpoint that announces an MTP layer which its files lack runs; only drafting is refused, by one line.
+TEST(Generate, RunsWithoutTheMtpLayerThatIsAnnounced) {
+  const fs::path dir = with_config("announced", [](nlohmann::json& c) {
+    c["num_hidden_layers"] = 3;  // layer 3 is then the one announced first, and has no enorm
+  });
+  const Ran r = gannet_command(on_model(dir));
+  EXPECT_EQ(r.code, 0) << r.err;
+  EXPECT_TRUE(r.err.empty()) << r.err;
+  expect_refused(on_model(dir, {"--speculate", "1"}), {"model.layers.3.enorm.weight", "missing"});
 }
 
 TEST(BadInput, OptionsOfTheCommand) {
@@ -372,6 +431,16 @@ TEST(BadInput, OptionsOfTheCommand) {
   expect_refused(generate({"--prompt", kKing, "--pages", "-5"}), {"--pages", "-5"});
   expect_refused(generate({"--prompt", kKing, "--kv-dtype", "fp16"}), {"--kv-dtype", "fp16", "bf16"});
   expect_refused(generate({"--prompt", kKing, "--index-dtype", "int8"}), {"--index-dtype", "int8", "fp8"});
+  expect_refused(generate({"--prompt", kKing, "--kv-dtype", "e4m3_per_token"}),
+                 {"e4m3_per_token", "fp32, bf16, e4m3, packed656"});
+  expect_refused(generate({"--prompt", kKing, "--kv-scale", "2"}), {"--kv-scale", "2", "e4m3"});
+  for (const char* scale : {"0", "-1", "nan", "inf"})
+    expect_refused(generate({"--prompt", kKing, "--kv-dtype", "e4m3", "--kv-scale", scale}),
+                   {"--kv-scale", scale, "finite positive"});
+  expect_refused(generate({"--prompt", kKing, "--speculate", "8"}), {"--speculate", "8", "7"});
+  expect_refused(generate({"--prompt", kKing, "--speculate", "-1"}), {"--speculate", "-1"});
+  expect_refused({"generate", "--model", checkpoint_dir("v3-yarn"), "--ids", "1", "--speculate", "1"},
+                 {"v3-yarn", "num_nextn_predict_layers", "MTP"});
   expect_refused(generate({"--prompt", kKing, "--query-dtype", "fp16"}), {"--query-dtype", "fp16"});
   expect_refused(generate({"--prompt", kKing, "--page-size", "48"}), {"page_size", "48", "64"});
   expect_refused(generate({"--prompt", kKing, "--page-size", "32"}), {"page_size", "32", "64"});
@@ -385,6 +454,28 @@ TEST(BadInput, OptionsOfTheCommand) {
   expect_refused({"bench", "--dtype", "int9"}, {"--dtype", "int9", "bf16", "fp32"});
   expect_refused({"bench", "--op", "levitate"}, {"--op", "levitate", "mla_decode"});
   expect_refused({"verify", "--op", "levitate"}, {"levitate"});
+  expect_refused({"verify", "--op", ""}, {"--op", "empty"});
+  expect_refused({"verify", "--model", ""}, {"--model", "empty"});
+  expect_refused({"verify", "--model", kModel, "--op", "rope"}, {"--model", "--op"});
+  expect_refused({"verify", "--op", "rope", "--threads", "2"}, {"--threads", "2", "--model"});
+  expect_refused({"verify", "--model", kModel, "--impl", "avx9"}, {"avx9", "portable"});
+  expect_refused({"verify", "--model", kModel, "--backend", "flash"}, {"flash", "dsa"});
+  expect_refused({"verify", "--model", kModel, "--page-size", "48"}, {"page_size", "48"});
+  expect_refused({"info", "--impl", "avx9"}, {"--impl", "avx9", "portable"});
+  expect_refused({"info", "--threads", "4096"}, {"--threads", "4096", "1024"});
+  expect_refused({"bench", "--threads", "4096"}, {"--threads", "4096", "1024"});
+  expect_refused({"bench", "--min-time", "nan"}, {"--min-time", "nan", "3600"});
+  expect_refused({"bench", "--min-time", "-1"}, {"--min-time", "-1"});
+  expect_refused({"bench", "--impl", "avx9"}, {"--impl", "avx9", "portable"});
+  expect_refused({"bench", "--where", "h=16"}, {"--where", "h=16", "cuda"});
+  expect_refused({"bench", "--every", "2"}, {"--every", "2", "cuda"});
+  expect_refused({"bench", "--against", "peers.jsonl"}, {"--against", "peers.jsonl", "cuda"});
+  expect_refused({"bench", "--op", "topk", "--model", kModel}, {"--model", kModel, "generate"});
+  expect_refused({"bench", "--model", ""}, {"--model", "empty"});
+  expect_refused({"bench", "--model", (scratch() / "nowhere").string()}, {"nowhere"});
+  expect_refused({"bench", "--new-tokens", "5"}, {"--new-tokens", "5", "--model"});
+  expect_refused({"bench", "--op", "generate", "--model", kModel, "--prompt-tokens", "9000"},
+                 {"--prompt-tokens", "9000", "8192"});
   expect_refused({"verify", "--model", kModel, "--chunk", "0"}, {"--chunk", "0"});
 }
 
@@ -446,6 +537,7 @@ TEST(BadInput, Configs) {
           {"LlamaForCausalLM"});
   refused("soft_cap", [](auto& c) { c["attn_logit_softcapping"] = 50.0; }, {"attn_logit_softcapping", "50"});
   refused("no_q_lora", [](auto& c) { c["q_lora_rank"] = nullptr; }, {"q_lora_rank"});
+  refused("eos", [](auto& c) { c["eos_token_id"] = 2048; }, {"eos_token_id", "2048", "2047"});
   refused("no_hidden", [](auto& c) { c.erase("hidden_size"); }, {"hidden_size"});
   refused("negative", [](auto& c) { c["num_hidden_layers"] = -4; }, {"num_hidden_layers", "-4"});
   refused("rope", [](auto& c) { c["rope_scaling"] = {{"type", "longrope"}, {"factor", 2.0}}; }, {"longrope"});
@@ -528,6 +620,11 @@ TEST(BadInput, GoldenFiles) {
           {"top8_ids", "2139062143", "2047"});
   refused(with_golden("golden_negative", [](nlohmann::json&, std::string& t) { fill_tensors(t, ".ids", '\xff'); }),
           {".ids", "-1", "2047"});
+  for (const size_t n : {size_t{0}, size_t{6000}})
+    refused(
+        with_golden("golden_length",
+                    [&](nlohmann::json& j, std::string&) { j.begin().value()["greedy_ids"] = std::vector<int>(n, 5); }),
+        {"greedy_ids", "1 to", "context"});
   refused(with_golden("golden_greedy",
                       [](nlohmann::json& j, std::string&) { j.begin().value()["greedy_ids"][0] = 4294967528; }),
           {"greedy_ids", "2047"});

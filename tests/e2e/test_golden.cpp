@@ -24,7 +24,8 @@ void compare_all(const std::string& name, LatentFormat latent, IndexKFormat inde
                    .index_format = index,
                    .num_pages = pages_for(static_cast<int64_t>(longest), 64) + 1,
                    .query = query,
-                   .invariant = invariant});
+                   .invariant = invariant,
+                   .draft = has_mtp(prompts)});
   EXPECT_TRUE(decoder.unknown_tensors().empty()) << decoder.unknown_tensors().front();
   for (const GoldenPrompt& prompt : prompts) {
     if (impl == "ref" && static_cast<int64_t>(prompt.ids.size()) > kOracleTokens) continue;

@@ -158,6 +158,7 @@ TEST(Config, IgnoresFieldsThatLie) {
 
 TEST(Config, TakesEosFromGenerationFirst) {
   Json c = tiny();
+  c["vocab_size"] = 154880;
   c["eos_token_id"] = {154820, 154827};
   EXPECT_EQ(parse(c).generation.eos_token_ids, (std::vector<int32_t>{154820, 154827}));
   EXPECT_EQ(parse(c, {{"eos_token_id", 7}}).generation.eos_token_ids, std::vector<int32_t>{7});
@@ -449,6 +450,9 @@ TEST(Config, RefusesSizesOutOfRange) {
   expect_refused(tiny(), "/rope_theta", 1.0, "rope_theta is 1.0");
   expect_refused(tiny(), "/routed_scaling_factor", -1, "routed_scaling_factor is -1");
   expect_refused(tiny(), "/eos_token_id", -1, "eos_token_id holds -1");
+  expect_refused(tiny(), "/eos_token_id", 2048,
+                 "eos_token_id holds 2048; accepted: token ids from 0 to vocab_size - 1, 2047");
+  expect_refused(tiny(), "/bos_token_id", 2048, "2048");
   expect_refused(tiny(), "/eos_token_id", {1, "x"}, "eos_token_id holds \"x\"");
   expect_error(tiny(), "generation_config.json: top_p is 1.5", {{"top_p", 1.5}});
   expect_error(tiny(), "generation_config.json: temperature is -1", {{"temperature", -1}});

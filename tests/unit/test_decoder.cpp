@@ -1,6 +1,7 @@
 // The decoder against plain double loops on small checkpoints made here: what the golden files cannot see. They do not
 // tell the eps of the latent norms from rms_norm_eps (the values are close), nor a common shift of all positions (RoPE
-// is relative); nor do they hold a model without a q latent, with tied embeddings, or without shared experts.
+// is relative); nor do they hold a model without a q latent, with tied embeddings, or without shared experts, an MTP
+// layer of a dense model, or what the later steps of a draft feed.
 #include "model/decoder.h"
 
 #include <gtest/gtest.h>
@@ -26,7 +27,7 @@ using Tensors = std::map<std::string, std::pair<std::vector<int64_t>, std::vecto
 struct Shape {
   int64_t dim = 48, heads = 2, q_lora = 32, latent = 512, nope = 128, rope = 64, v = 128;
   int64_t inner = 40, experts = 4, expert_inner = 24, shared = 1, vocab = 30, layers = 2;
-  bool tied = false;
+  bool tied = false, mtp = false;
   double eps = 1e-2;  // far from the latent norms' 1e-6
 };
 
@@ -61,6 +62,7 @@ nlohmann::json config_of(const Shape& s) {
                       {"hidden_act", "silu"},
                       {"eos_token_id", 1}};
   if (s.q_lora > 0) c["q_lora_rank"] = s.q_lora;
+  if (s.mtp) c["num_nextn_predict_layers"] = 1;
   return c;
 }
 
@@ -78,8 +80,12 @@ Tensors tensors_of(const Shape& s, uint32_t seed) {
   add("model.embed_tokens.weight", {s.vocab, s.dim}, 0.3f);
   if (!s.tied) add("lm_head.weight", {s.vocab, s.dim}, 0.3f);
   add("model.norm.weight", {s.dim}, 0.1f, 1.0f);
-  for (int64_t l = 0; l < s.layers; ++l) {
+  for (int64_t l = 0; l < s.layers + int64_t{s.mtp}; ++l) {
     const std::string p = "model.layers." + std::to_string(l) + ".", a = p + "self_attn.", m = p + "mlp.";
+    if (l == s.layers) {
+      for (const char* name : {"enorm", "hnorm", "shared_head.norm"}) add(p + name + ".weight", {s.dim}, 0.1f, 1.0f);
+      add(p + "eh_proj.weight", {s.dim, 2 * s.dim}, 0.15f);
+    }
     add(p + "input_layernorm.weight", {s.dim}, 0.1f, 1.0f);
     add(p + "post_attention_layernorm.weight", {s.dim}, 0.1f, 1.0f);
     // Small latents: mean squares around 1e-3, against which an eps of 1e-2 weighs and one of 1e-6 does not.
@@ -153,26 +159,52 @@ class Reference {
   std::vector<Row> logits(const std::vector<int32_t>& ids) {
     std::vector<Row> x;
     for (const int32_t id : ids) x.push_back(row("model.embed_tokens.weight", id));
-    latent_.assign(static_cast<size_t>(s_.layers), {});
-    for (int64_t l = 0; l < s_.layers; ++l) {
-      const std::string p = "model.layers." + std::to_string(l) + ".";
-      attention(p + "self_attn.", p + "input_layernorm.weight", l, x);
-      for (Row& r : x) {
-        const Row normed = norm(r, p + "post_attention_layernorm.weight", s_.eps);
-        add(r, l == 0 ? mlp(p + "mlp.", normed) : moe(p + "mlp.", normed));
+    latent_.assign(static_cast<size_t>(s_.layers) + 1, {});
+    for (int64_t l = 0; l < s_.layers; ++l) layer(l, x);
+    hidden_.clear();
+    for (const Row& r : x) hidden_.push_back(norm(r, "model.norm.weight", s_.eps));
+    return head(hidden_);
+  }
+
+  /// The MTP layer over the rows of logits(), row i followed by next[i]; entries of `next` beyond them are later steps
+  /// of a draft, each of which goes on from the hidden state of the one before.
+  std::vector<Row> mtp_logits(const std::vector<int32_t>& next) {
+    const std::string p = "model.layers." + std::to_string(s_.layers) + ".";
+    std::vector<Row> hidden = hidden_, out;
+    for (size_t rows = hidden_.size(); rows <= next.size(); ++rows) {
+      std::vector<Row> x;
+      for (size_t i = 0; i < rows; ++i) {
+        Row in = norm(row("model.embed_tokens.weight", next[i]), p + "enorm.weight", s_.eps);
+        const Row h = norm(hidden[i], p + "hnorm.weight", s_.eps);
+        in.insert(in.end(), h.begin(), h.end());
+        x.push_back(times(p + "eh_proj.weight", in));
       }
+      latent_.back().clear();
+      layer(s_.layers, x);
+      out.clear();
+      for (const Row& r : x) out.push_back(norm(r, p + "shared_head.norm.weight", s_.eps));
+      hidden.push_back(out.back());
     }
-    std::vector<Row> out;
-    for (const Row& r : x)
-      out.push_back(
-          times(s_.tied ? "model.embed_tokens.weight" : "lm_head.weight", norm(r, "model.norm.weight", s_.eps)));
-    return out;
+    return head(out);
   }
 
   /// What the cache keeps of token `position`: normalised latent, rotated k_pe.
   const Row& cached(int64_t layer, size_t position) const { return latent_[static_cast<size_t>(layer)][position]; }
 
  private:
+  void layer(int64_t l, std::vector<Row>& x) {
+    const std::string p = "model.layers." + std::to_string(l) + ".";
+    attention(p + "self_attn.", p + "input_layernorm.weight", l, x);
+    for (Row& r : x) {
+      const Row normed = norm(r, p + "post_attention_layernorm.weight", s_.eps);
+      add(r, l == 0 ? mlp(p + "mlp.", normed) : moe(p + "mlp.", normed));
+    }
+  }
+  std::vector<Row> head(const std::vector<Row>& normed) const {
+    std::vector<Row> out;
+    for (const Row& r : normed) out.push_back(times(s_.tied ? "model.embed_tokens.weight" : "lm_head.weight", r));
+    return out;
+  }
   const std::vector<float>& values(const std::string& name) const { return t_.at(name).second; }
   Row row(const std::string& name, int64_t i) const {
     const auto& v = values(name);
@@ -274,6 +306,7 @@ class Reference {
   Shape s_;
   const Tensors& t_;
   std::vector<std::vector<Row>> latent_;
+  std::vector<Row> hidden_;
 };
 
 const std::vector<int32_t> kIds = {3, 7, 1, 29, 0, 7, 7, 12, 18, 4, 22, 9, 5};
@@ -288,7 +321,12 @@ void compare(const Shape& s, uint32_t seed, bool invariant) {
   ThreadPool pool({.num_threads = 2});
   const Context context{.executor = &pool};
   Checkpoint checkpoint = Checkpoint::open(folder.string());
-  Decoder decoder(context, checkpoint, {.latent_format = LatentFormat::kF32, .num_pages = 3, .invariant = invariant});
+  Decoder decoder(context, checkpoint,
+                  {.latent_format = LatentFormat::kF32, .num_pages = 3, .invariant = invariant, .draft = s.mtp});
+  // What follows each token, and behind the last one what a draft guesses, right or wrong.
+  std::vector<int32_t> next(kIds.begin() + 1, kIds.end());
+  next.insert(next.end(), {11, 2, 6});
+  std::vector<float> mtp_logits(static_cast<size_t>(s.vocab) * next.size());
   EXPECT_TRUE(decoder.unknown_tensors().empty());
   // A prefill of 8 tokens, one of 3 behind them, then two steps of decode, on page 2 of the pool.
   const std::vector<int32_t> page = {2};
@@ -308,14 +346,28 @@ void compare(const Shape& s, uint32_t seed, bool invariant) {
     }
     decoder.forward(step, std::span(kIds).subspan(done, static_cast<size_t>(n)),
                     {.logit_rows = rows, .logits = logits.data() + done * static_cast<size_t>(s.vocab)});
+    if (s.mtp)
+      decoder.draft(std::span(next).subspan(done, static_cast<size_t>(n)),
+                    {.logit_rows = rows, .logits = mtp_logits.data() + done * static_cast<size_t>(s.vocab)});
     done += static_cast<size_t>(n);
   }
+  const std::vector<int64_t> first_row = {0};
+  for (int32_t k = 1; s.mtp && done < next.size(); ++k, ++done)
+    decoder.draft_next({.steps = k}, {{0}}, std::span(next).subspan(done, 1),
+                       {.logit_rows = first_row, .logits = mtp_logits.data() + done * static_cast<size_t>(s.vocab)});
   // fp32 through two layers of sums of some hundred terms; with the norms' eps taken for one another errors exceed 0.1.
   constexpr double kTolerance = 2e-4;
   for (size_t t = 0; t < kIds.size(); ++t)
     for (size_t i = 0; i < static_cast<size_t>(s.vocab); ++i)
       ASSERT_NEAR(logits[t * static_cast<size_t>(s.vocab) + i], expected[t][i], kTolerance)
           << "token " << t << " logit " << i;
+  if (s.mtp) {
+    const std::vector<Row> mtp_expected = reference.mtp_logits(next);
+    for (size_t t = 0; t < next.size(); ++t)
+      for (size_t i = 0; i < static_cast<size_t>(s.vocab); ++i)
+        ASSERT_NEAR(mtp_logits[t * static_cast<size_t>(s.vocab) + i], mtp_expected[t][i], kTolerance)
+            << "MTP row " << t << " logit " << i;
+  }
   // The cache: positions count from 0, so that the first row's k_pe is not rotated.
   const int64_t row_bytes = latent_row_bytes(LatentFormat::kF32, {512, 64});
   for (int32_t layer = 0; layer < s.layers; ++layer) {
@@ -343,6 +395,42 @@ TEST(Decoder, TakesTiedEmbeddingsAndNoSharedExperts) {
   s.tied = true;
   s.shared = 0;
   compare(s, 3, false);
+}
+
+TEST(Decoder, DraftsByTheMtpLayer) {
+  Shape s;
+  s.mtp = true;
+  for (const bool invariant : {false, true}) compare(s, 6, invariant);
+}
+
+// Published models announce MTP layers that their files lack.
+TEST(Decoder, LoadsWithoutTheMtpLayerThatIsAnnounced) {
+  const Folder folder;
+  Shape s;
+  s.mtp = true;
+  const Context context{};
+  const auto expect_refused = [&](const Tensors& tensors, const std::string& word) {
+    folder.write(config_of(s), tensors);
+    Checkpoint checkpoint = Checkpoint::open(folder.string());
+    const Decoder decoder(context, checkpoint, {.num_pages = 2});
+    EXPECT_TRUE(decoder.unknown_tensors().empty());
+    EXPECT_NE(decoder.draft_refusal().find(word), std::string::npos) << decoder.draft_refusal();
+    try {
+      Decoder(context, checkpoint, {.num_pages = 2, .draft = true});
+      FAIL() << word << ": a draft without its layer";
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), ErrorCode::kUnsupported);
+      EXPECT_NE(std::string(e.what()).find(word), std::string::npos) << e.what();
+    }
+  };
+  Tensors t = tensors_of(s, 7);
+  const Tensors whole = t;
+  t.erase("model.layers.2.eh_proj.weight");
+  expect_refused(t, "model.layers.2.eh_proj.weight");  // in part
+  std::erase_if(t, [](const auto& entry) { return entry.first.starts_with("model.layers.2."); });
+  expect_refused(t, "model.layers.2.*");
+  s.mtp = false;  // there, and not announced
+  expect_refused(whole, "num_nextn_predict_layers");
 }
 
 TEST(Decoder, ReportsTensorsThatItDoesNotKnow) {
