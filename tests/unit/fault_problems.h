@@ -33,6 +33,8 @@ inline constexpr AbsorbedFormat kAbsorbedFormats[] = {
     {gannet::DType::kF32, gannet::LatentFormat::kE4m3},
     {gannet::DType::kF32, gannet::LatentFormat::kPacked656},
     {gannet::DType::kF32, gannet::LatentFormat::kE4m3PerToken},
+    {gannet::DType::kE4m3, gannet::LatentFormat::kE4m3},
+    {gannet::DType::kE4m3, gannet::LatentFormat::kE4m3PerToken},
 };
 inline std::string name_of(const AbsorbedFormat& f) {
   return std::string("q ") + to_string(f.q) + ", cache " + to_string(f.cache);
@@ -43,15 +45,15 @@ struct IndexerFormat {
   gannet::IndexKFormat cache;
 };
 inline constexpr IndexerFormat kIndexerFormats[] = {
-    {gannet::DType::kBf16, gannet::IndexKFormat::kBf16},
-    {gannet::DType::kF32, gannet::IndexKFormat::kF32},
-    {gannet::DType::kBf16, gannet::IndexKFormat::kE4m3},
-    {gannet::DType::kF32, gannet::IndexKFormat::kE4m3},
+    {gannet::DType::kBf16, gannet::IndexKFormat::kBf16}, {gannet::DType::kF32, gannet::IndexKFormat::kF32},
+    {gannet::DType::kBf16, gannet::IndexKFormat::kE4m3}, {gannet::DType::kF32, gannet::IndexKFormat::kE4m3},
+    {gannet::DType::kE4m3, gannet::IndexKFormat::kE4m3},
 };
 
 // Standard normal q and keys of width 576 have products of deviation 24; this brings scores to 1.5.
 inline constexpr float kSoftmaxScale = 0.0625f;
 inline constexpr double kScoreDeviation = 1.5;
+inline constexpr float kQueryScale = 0.75f;  // of e4m3 queries
 
 inline gannet::verify::AttentionPrecision precision_of(const AbsorbedFormat& f, double num_keys) {
   gannet::verify::AttentionPrecision p;
@@ -67,7 +69,7 @@ struct DecodeProblem {
   AbsorbedFormat format;
   gannet::verify::Paged paged;
   gannet::verify::LatentPool pool;
-  gannet::verify::Tensor q, out, lse;
+  gannet::verify::Tensor q, out, lse, max_logits;
   gannet::MlaDecode params;
 
   DecodeProblem(const gannet::verify::PagedSpec& spec, const AbsorbedFormat& f, int64_t heads,
@@ -78,7 +80,8 @@ struct DecodeProblem {
         pool(make_latent_pool(paged, f.cache, 3, poison, page_gap_bytes, geometry)),
         q(gannet::verify::make_tensor(f.q, {paged.num_rows, heads, geometry.width()})),
         out(gannet::verify::make_tensor(gannet::DType::kF32, {paged.num_rows, heads, geometry.latent_dim})),
-        lse(gannet::verify::make_tensor(gannet::DType::kF32, {paged.num_rows, heads})) {
+        lse(gannet::verify::make_tensor(gannet::DType::kF32, {paged.num_rows, heads})),
+        max_logits(gannet::verify::make_tensor(gannet::DType::kF32, {paged.num_rows, heads})) {
     fill_normal(q, gannet::verify::Rng(4));
     params.q = q.view;
     params.cache = pool.view;
@@ -86,7 +89,9 @@ struct DecodeProblem {
     params.rows = paged.rows();
     params.out = out.view;
     params.lse = lse.view;
+    params.max_logits = max_logits.view;
     params.softmax_scale = kSoftmaxScale;
+    if (f.q == gannet::DType::kE4m3) params.q_scale = kQueryScale;
   }
 };
 
@@ -112,7 +117,9 @@ struct SparseProblem {
     params.topk_lens = lens.view;
     params.out = d.params.out;
     params.lse = d.params.lse;
+    params.max_logits = d.params.max_logits;
     params.softmax_scale = d.params.softmax_scale;
+    params.q_scale = d.params.q_scale;
   }
 };
 
