@@ -185,6 +185,161 @@ void fuzz_step(Input& in, StepPlan& plan) {
   else GANNET_FUZZ_REQUIRE(plan.mode() == StepMode::kIdle && plan.num_requests() == 0 && plan.num_rows() == 0);
 }
 
+// ---- captured plans and drafts ----------------------------------------------------------------------------------
+
+/// Requests of a decode step over a padded table, mostly well formed.
+struct Decode {
+  std::vector<int32_t> lens, cells;
+  int64_t columns = 0;
+  BatchStep step;
+};
+
+Decode decode_step(Input& in, int64_t requests, int32_t q_len, RowBound bound, int64_t pages, int32_t page_size) {
+  Decode d;
+  d.columns = in.between(0, 12);
+  const int64_t reach = d.columns * std::clamp<int32_t>(page_size, 1, 1024);
+  for (int64_t r = 0; r < requests; ++r) {
+    d.lens.push_back(in.between(0, 15) == 0 ? small_or_extreme(in, 600) : static_cast<int32_t>(in.between(0, reach)));
+    for (int64_t c = 0; c < d.columns; ++c)
+      d.cells.push_back(in.between(0, 63) == 0
+                            ? small_or_extreme(in, 300)
+                            : static_cast<int32_t>(in.between(0, std::clamp<int64_t>(pages - 1, 0, 255))));
+  }
+  d.step.seq_lens = d.lens;
+  d.step.q_len = q_len;
+  d.step.decode_bound = bound;
+  d.step.pages = PageTableView::padded(view(d.cells.data(), {requests, d.columns}));
+  return d;
+}
+
+std::vector<int32_t> copy(std::span<const int32_t> s) { return {s.begin(), s.end()}; }
+
+/// The first rows of a captured plan are those of the eager one, and the rest is padding.
+void check_captured(const StepPlan& eager, const StepPlan& captured) {
+  const CaptureShape& shape = captured.capture_shape();
+  GANNET_FUZZ_REQUIRE(captured.mode() == StepMode::kDecode && captured.num_requests() == shape.num_requests);
+  GANNET_FUZZ_REQUIRE(captured.num_rows() == int64_t{shape.num_requests} * shape.q_len);
+  const auto rows = static_cast<size_t>(eager.num_rows());
+  for (size_t i = 0; i < static_cast<size_t>(captured.num_rows()); ++i) {
+    GANNET_FUZZ_REQUIRE(captured.row_lens()[i] == (i < rows ? eager.row_lens()[i] : 0));
+    GANNET_FUZZ_REQUIRE(captured.positions()[i] == (i < rows ? eager.positions()[i] : 0));
+    GANNET_FUZZ_REQUIRE(captured.write_slots()[i] == (i < rows ? eager.write_slots()[i] : -1));
+  }
+  for (size_t r = 0; r < static_cast<size_t>(captured.num_requests()); ++r)
+    GANNET_FUZZ_REQUIRE(captured.seq_lens()[r] ==
+                        (r < static_cast<size_t>(eager.num_requests()) ? eager.seq_lens()[r] : 0));
+  GANNET_FUZZ_REQUIRE(captured.max_row_len() == eager.max_row_len());
+}
+
+/// Against the arithmetic of spec 1.5.
+void check_narrow(Input& in, const StepPlan& plan, std::vector<int32_t>& lens) {
+  const int64_t decodes = plan.requests(StepRows::kDecode).size();
+  std::vector<int32_t> accepted;
+  for (int64_t i = 0; i < decodes; ++i) accepted.push_back(small_or_extreme(in, 9));
+  const bool sized = in.between(0, 15) != 0;
+  if (!sized) accepted.push_back(1);
+  const auto n = static_cast<size_t>(plan.num_requests());
+  std::vector<int32_t> rows(n);
+  lens.assign(n, 0);
+  GANNET_FUZZ_REQUIRE(accepts([&] { narrow_rows(plan, accepted, rows); }) == sized);
+  GANNET_FUZZ_REQUIRE(accepts([&] { narrow_seq_lens(plan, accepted, lens); }) == sized);
+  for (size_t r = 0; sized && r < n; ++r) {
+    const Range range = plan.rows_of_request(static_cast<int64_t>(r));
+    int64_t stand = range.size();
+    if (static_cast<int64_t>(r) >= plan.num_extends())
+      stand = std::clamp<int64_t>(accepted[r - static_cast<size_t>(plan.num_extends())], 1, plan.q_len());
+    const int64_t len = plan.seq_lens()[r];
+    GANNET_FUZZ_REQUIRE(rows[r] == (range.size() == 0 ? -1 : range.begin + stand - 1));
+    GANNET_FUZZ_REQUIRE(lens[r] == (len == 0 ? 0 : std::max<int64_t>(len - (range.size() - stand), 1)));
+  }
+}
+
+/// A draft goes on from `from`: what it gives is what an engine would prepare, or nothing has changed.
+void check_advance(Input& in, const StepPlan& from, StepPlan& draft, std::vector<int32_t> lens,
+                   const StepLimits& limits, const Decode* table) {
+  const int64_t steps = in.between(0, 3);
+  for (int32_t& len : lens) {
+    if (len > 0) len = static_cast<int32_t>(std::min<int64_t>(len + steps, kMax32));
+    if (in.between(0, 31) == 0) len = small_or_extreme(in, 600);
+  }
+  if (in.between(0, 31) == 0) lens.push_back(1);
+  const PageTableView pages = table != nullptr ? table->step.pages : PageTableView{};
+  const std::vector<int32_t> slots = copy(draft.write_slots()), positions = copy(draft.positions());
+  const StepMode mode = draft.mode();
+  if (!accepts([&] { draft.advance(from, lens, pages, limits); })) {
+    GANNET_FUZZ_REQUIRE(draft.mode() == mode && copy(draft.write_slots()) == slots &&
+                        copy(draft.positions()) == positions);
+    return;
+  }
+  GANNET_FUZZ_REQUIRE(draft.mode() == StepMode::kDecode && draft.q_len() == 1 && draft.num_extends() == 0);
+  GANNET_FUZZ_REQUIRE(draft.num_requests() == static_cast<int64_t>(lens.size()) &&
+                      draft.num_rows() == draft.num_requests());
+  for (size_t r = 0; r < lens.size(); ++r) {
+    GANNET_FUZZ_REQUIRE(draft.seq_lens()[r] == lens[r] && draft.row_lens()[r] == lens[r]);
+    GANNET_FUZZ_REQUIRE(draft.positions()[r] == std::max(lens[r] - 1, 0));
+    if (lens[r] == 0) GANNET_FUZZ_REQUIRE(draft.write_slots()[r] == -1);
+    else {
+      const int64_t slot = draft.write_slots()[r], page = slot / limits.page_size;
+      GANNET_FUZZ_REQUIRE(slot >= 0 && slot % limits.page_size == (lens[r] - 1) % limits.page_size);
+      GANNET_FUZZ_REQUIRE(limits.num_pages == 0 || page < limits.num_pages);
+      if (table != nullptr)
+        GANNET_FUZZ_REQUIRE(page == table->cells[r * static_cast<size_t>(table->columns) +
+                                                 static_cast<size_t>((lens[r] - 1) / limits.page_size)]);
+    }
+  }
+  const std::vector<int32_t> once = copy(draft.write_slots());
+  if (&from == &draft) return;
+  draft.advance(from, lens, pages, limits);  // again: nothing changes
+  GANNET_FUZZ_REQUIRE(copy(draft.write_slots()) == once);
+}
+
+void fuzz_captured(Input& in) {
+  StepLimits limits;
+  limits.page_size = static_cast<int32_t>(in.around(1, 70, 1, 1024));
+  limits.num_pages = in.around(1, 256, 0, kMax64);
+  limits.max_context_len = in.around(1, 2000, 0, kMax32);
+  CaptureShape shape;
+  shape.num_requests = static_cast<int32_t>(in.around(1, 5, kMin32, 9));
+  shape.q_len = static_cast<int32_t>(in.around(1, 8, kMin32, 9));
+  shape.decode_bound = static_cast<RowBound>(in.between(0, 2));
+  // A captured plan takes the memory of its longest batch at once.
+  shape.max_seq_len = std::min<int64_t>(in.around(0, 800, kMin64, kMax64), 1 << 20);
+  if (shape.max_seq_len == 0 && limits.max_context_len > 1 << 20) limits.max_context_len = 1 << 20;
+  StepPlan captured, drafts, eager, later;
+  if (!accepts([&] { captured.capture(shape, limits); })) return;
+  GANNET_FUZZ_REQUIRE(captured.captured());
+  check_captured(StepPlan{}, captured);
+  CaptureShape one = shape;
+  one.q_len = 1;
+  one.decode_bound = RowBound::kCausalFull;
+  drafts.capture(one, limits);
+  const void* const places[] = {captured.seq_lens().data(), captured.write_slots().data(), captured.row_lens().data(),
+                                captured.pages(StepRows::kDecode).pages.data, drafts.write_slots().data()};
+  for (int i = 0; i < 6 && !in.empty(); ++i) {
+    const int64_t requests = in.between(0, shape.num_requests + (in.between(0, 15) == 0 ? 1 : 0));
+    RowBound bound = shape.decode_bound;
+    if (bound == RowBound::kCausalFromFirst || in.between(0, 3) == 0) bound = static_cast<RowBound>(in.between(0, 2));
+    const Decode d = decode_step(in, requests, shape.q_len, bound, limits.num_pages, limits.page_size);
+    if (!accepts([&] { captured.assign(d.step, limits); })) continue;
+    // What a captured plan takes an eager one takes too.
+    eager.assign(d.step, limits);
+    check_captured(eager, captured);
+    std::vector<int32_t> lens;
+    check_narrow(in, captured, lens);
+    const Decode table =
+        decode_step(in, shape.num_requests, 1, RowBound::kCausalFull, limits.num_pages, limits.page_size);
+    check_advance(in, captured, drafts, lens, limits, in.between(0, 1) == 0 ? nullptr : &table);
+    if (requests > 0) {
+      check_narrow(in, eager, lens);
+      check_advance(in, eager, later, lens, limits, nullptr);
+    }
+    if (shape.q_len == 1) check_advance(in, captured, captured, copy(captured.seq_lens()), limits, nullptr);
+    const void* const now[] = {captured.seq_lens().data(), captured.write_slots().data(), captured.row_lens().data(),
+                               captured.pages(StepRows::kDecode).pages.data, drafts.write_slots().data()};
+    GANNET_FUZZ_REQUIRE(std::equal(std::begin(places), std::end(places), std::begin(now)));
+  }
+}
+
 // ---- pools ------------------------------------------------------------------------------------------------------
 
 void check_sizes(const PoolSizes& s, int64_t layers, int64_t num_pages, int64_t page_size) {
@@ -300,7 +455,7 @@ void fuzz_allocator(Input& in) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Input in(data, size);
-  switch (in.byte() % 4) {
+  switch (in.byte() % 5) {
     case 0: fuzz_prefix_chunks(in); break;
     case 1: {
       StepPlan plan;  // one plan for all steps of the input: memory of a step must not reach the next
@@ -308,6 +463,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       break;
     }
     case 2: fuzz_pools(in); break;
+    case 3: fuzz_captured(in); break;
     default: fuzz_allocator(in); break;
   }
   return 0;
