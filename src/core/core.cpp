@@ -1,4 +1,5 @@
 // Names and conversions.
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -115,11 +116,12 @@ E4m3 E4m3::from_float(float x) noexcept {
 }
 
 float E4m3::to_float() const noexcept {
-  const int exponent = (bits >> 3) & 15;
-  const int mantissa = bits & 7;
+  const uint32_t exponent = (bits >> 3) & 15u;
+  const uint32_t mantissa = bits & 7u;
   if (exponent == 15 && mantissa == 7) return std::nanf("");
-  const float a = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
-                                : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+  constexpr uint32_t kBias = 127 - 7;  // from the bias of e4m3 to that of fp32
+  const float a = exponent == 0 ? static_cast<float>(mantissa) * 0x1p-9f
+                                : std::bit_cast<float>((exponent + kBias) << 23 | mantissa << 20);
   return (bits & 0x80) != 0 ? -a : a;
 }
 

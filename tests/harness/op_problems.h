@@ -24,6 +24,7 @@ template <class Params>
 struct OpProblem {
   Params params;
   std::string text;      ///< formats and shapes, for failures
+  std::string format;    ///< types and formats alone
   int64_t num_rows = 0;  ///< query rows, or rows written
   /// Throws Failure where `got` is too far from the oracle.
   std::function<void(const gannet::verify::Outputs& oracle, const gannet::verify::Outputs& got)> compare;
@@ -48,8 +49,9 @@ template <class Params>
 int check_operation(Source& in);
 
 /// Bit for bit the same: under every poison, again and again, with every number of workers and order of tasks, in
-/// another order of pages, and each row alone. `repeats`: runs of the same.
+/// another order of pages, and each row alone. `repeats`: runs of the same. Returns the format of the problem, empty
+/// where it has no rows.
 template <class Params>
-void check_every_invariance(Source bytes, int repeats);
+std::string check_every_invariance(Source bytes, int repeats);
 
 }  // namespace gannet_test
