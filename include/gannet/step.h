@@ -77,6 +77,10 @@ GANNET_API void plan_prefix_chunks(std::span<const int32_t> prefix_lens, int64_t
 
 // ---- steps --------------------------------------------------------------------------------------------------------
 
+/// Rows that a decode request may have in a step: far beyond any draft (spec 1.4 has 8), and few enough that a number
+/// that was never set is refused and not made room for.
+inline constexpr int32_t kMaxQLen = 4096;
+
 /// A step as an engine describes it; the arrays are read during StepPlan::assign only.
 struct BatchStep {
   /// [num_requests], tokens; 0: a padded request. Of extend requests this step's tokens are included; of decode
@@ -84,7 +88,7 @@ struct BatchStep {
   std::span<const int32_t> seq_lens;
   std::span<const int32_t> prefix_lens;           ///< [num_extends]: tokens in the cache before this step
   std::span<const int32_t> extend_lens;           ///< [num_extends]: new tokens; prefix + extend = seq_len
-  int32_t q_len = 1;                              ///< rows of each decode request
+  int32_t q_len = 1;                              ///< rows of each decode request, 1 to kMaxQLen
   RowBound decode_bound = RowBound::kCausalFull;  ///< what seq_lens means for decode requests
   PageTableView pages;                            ///< int32 in host memory, in either form
 
@@ -137,8 +141,9 @@ class GANNET_API StepPlan {
   StepPlan() = default;
 
   /// Throws Error(kInvalidArgument), and leaves an idle plan, for: more extends than requests, arrays of other sizes,
-  /// negative lengths, prefix + extend unlike seq_len, q_len below 1, a length beyond max_context_len or beyond the
-  /// table, a page or slot outside the pool, a table that is not int32 in host memory, more than 2^31 - 1 rows.
+  /// negative lengths, prefix + extend unlike seq_len, q_len outside 1 to kMaxQLen, a length beyond max_context_len or
+  /// beyond the table, a page or slot outside the pool, a table that is not int32 in host memory, more than 2^31 - 1
+  /// rows.
   void assign(const BatchStep& step, const StepLimits& limits);
 
   /// Makes this the plan of a captured batch, all of whose requests are padding for now (length 0, write slots -1), and

@@ -64,6 +64,14 @@ BackendCore::BackendCore(std::string name, AttentionCapabilities capabilities, c
     refuse(kCall, "max_context_len is {}; accepted: 1 to {}", config.max_context_len, kMaxContext);
   if (config.prefix_chunk_capacity < 1)
     refuse(kCall, "prefix_chunk_capacity is {} tokens; accepted: 1 and more", config.prefix_chunk_capacity);
+  if (capabilities_.attend_sparse) {
+    const IndexerConfig& i = config.indexer;
+    if (config.q_lora_rank < 1)
+      refuse(kCall, "q_lora_rank is {}; accepted: 1 and more (the indexer reads the q latent)", config.q_lora_rank);
+    dim("indexer.num_heads", i.num_heads, 1);
+    if (i.topk < 1) refuse(kCall, "indexer.topk is {}; accepted: 1 and more", i.topk);
+    dim("indexer.head_dim", i.head_dim, config.geometry.rope_dim);
+  }
   if (!(memory.device() == config.device))
     refuse(kCall, "the memory resource is on {}; accepted: memory of {}, the device of the config",
            to_string(memory.device()), to_string(config.device));
@@ -355,6 +363,10 @@ const StepPlan& BackendCore::active_step(const char* call) const {
   return *current_;
 }
 
+void BackendCore::check_rows(const char* call, StepRows part) const {
+  if (part > StepRows::kAll) refuse(call, "rows is {}; accepted: a StepRows", static_cast<int>(part));
+}
+
 const LayerCaches& BackendCore::layer(const char* call, int32_t layer) const {
   if (layer < 0 || static_cast<size_t>(layer) >= layers_.size())
     refuse(call, "layer is {}; accepted: 0 to {}", layer, static_cast<int64_t>(layers_.size()) - 1);
@@ -367,6 +379,7 @@ const LayerCaches& BackendCore::open_layer(int32_t layer) const {
 }
 
 StepRows BackendCore::effective(const char* call, StepRows part) const {
+  check_rows(call, part);
   if (part != StepRows::kAll || !is_mixed(current_->mode()))
     return part != StepRows::kAll ? part : is_decode(current_->mode()) ? StepRows::kDecode : StepRows::kPrefill;
   if (current_->decode_bound() != RowBound::kCausalFull)
@@ -410,10 +423,6 @@ void BackendCore::check_float(const char* call, const char* argument, const Tens
     refuse(call, "{} is {}; accepted: fp32 or bf16 {}", argument, describe(v), shape_text(shape));
 }
 
-void BackendCore::check_dtype(const char* call, const char* argument, const TensorView& v, DType dtype) const {
-  if (v.dtype != dtype) refuse(call, "{} is {}; accepted: {}, as the others", argument, describe(v), to_string(dtype));
-}
-
 void BackendCore::check_typed(const char* call, const char* argument, const TensorView& v, DType dtype,
                               std::initializer_list<int64_t> shape) const {
   bool good = v.rank == static_cast<int>(shape.size()) && v.dtype == dtype;
@@ -428,6 +437,7 @@ void BackendCore::check_typed(const char* call, const char* argument, const Tens
 void BackendCore::write(const char* call, int32_t l, StepRows part, const KvRows& kv) {
   const StepPlan& plan = active_step(call);
   const LayerCaches& caches = layer(call, l);
+  check_rows(call, part);
   const Range range = plan.rows(part);
   const int64_t rows = range.size();
   if (rows == 0) return record_written(l, part);

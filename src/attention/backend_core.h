@@ -64,6 +64,8 @@ class BackendCore {
   const LayerCaches& layer(const char* call, int32_t layer) const;
   /// The caches of a layer that layer() has checked, once their rows are there (LayerHooks::wait).
   const LayerCaches& open_layer(int32_t layer) const;
+  /// Throws for a value that is none of StepRows.
+  void check_rows(const char* call, StepRows part) const;
   /// kAll as the one part that the step has; throws where one launch cannot hold both.
   StepRows effective(const char* call, StepRows part) const;
   // The arrays of the current plan where the operations read them.
@@ -75,7 +77,6 @@ class BackendCore {
   /// Throws unless the view has that shape and is fp32 or bf16.
   void check_float(const char* call, const char* argument, const TensorView& v,
                    std::initializer_list<int64_t> shape) const;
-  void check_dtype(const char* call, const char* argument, const TensorView& v, DType dtype) const;
   void check_typed(const char* call, const char* argument, const TensorView& v, DType dtype,
                    std::initializer_list<int64_t> shape) const;
 

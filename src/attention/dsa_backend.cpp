@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "attention/backends.h"
-#include "attention/dense_delegate.h"
+#include "attention/common_backend.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -20,47 +20,10 @@ AttentionCapabilities capabilities() {
           .latent_formats = {LatentFormat::kF32, LatentFormat::kBf16, LatentFormat::kE4m3, LatentFormat::kPacked656}};
 }
 
-class DsaBackend final : public AttentionBackend {
+class DsaBackend final : public CommonBackend {
  public:
   DsaBackend(const Context& context, const AttentionConfig& config, MemoryResource& memory)
-      : core_("dsa", attention::capabilities(), context, config, memory), dense_(core_) {
-    constexpr const char* kCall = "config";
-    if (config.q_lora_rank < 1)
-      core_.refuse(kCall, "q_lora_rank is {}; accepted: 1 and more (the indexer reads the q latent)",
-                   config.q_lora_rank);
-    const IndexerConfig& i = config.indexer;
-    if (i.num_heads < 1) core_.refuse(kCall, "indexer.num_heads is {}; accepted: 1 and more", i.num_heads);
-    if (i.topk < 1) core_.refuse(kCall, "indexer.topk is {}; accepted: 1 and more", i.topk);
-    if (i.head_dim < config.geometry.rope_dim)
-      core_.refuse(kCall, "indexer.head_dim is {}; accepted: geometry.rope_dim, {}, and more", i.head_dim,
-                   config.geometry.rope_dim);
-  }
-
-  const char* name() const noexcept override { return core_.name().c_str(); }
-  const AttentionCapabilities& capabilities() const noexcept override { return core_.capabilities(); }
-  const AttentionConfig& config() const noexcept override { return core_.config(); }
-  void bind(std::span<const LayerCaches> layers) override { core_.bind(layers); }
-  void set_stream(Stream stream) override { core_.set_stream(stream); }
-  void set_layer_hooks(LayerHooks hooks) override { core_.set_layer_hooks(std::move(hooks)); }
-  void prepare(const BatchStep& step) override {
-    dense_.on_prepare();
-    core_.prepare(step);
-  }
-  void capture(const CaptureShape& shape) override {
-    dense_.on_prepare();
-    core_.capture(shape);
-  }
-  void refresh(const BatchStep& step, int32_t num_requests) override {
-    dense_.on_prepare();
-    core_.refresh(step, num_requests);
-  }
-  void advance(const DraftAdvance& advance) override {
-    dense_.on_prepare();
-    core_.advance(advance);
-  }
-  const StepPlan& step() const override { return core_.step("step"); }
-  StepTensors step_tensors() const override { return core_.step_tensors(); }
-  void write(int32_t layer, StepRows rows, const KvRows& kv) override { core_.write("write", layer, rows, kv); }
+      : CommonBackend("dsa", attention::capabilities(), context, config, memory) {}
 
   void select(const SelectCall& call) override {
     constexpr const char* kCall = "select";
@@ -120,28 +83,10 @@ class DsaBackend final : public AttentionBackend {
     core_.run(op);
   }
 
-  void dense_prefill(const DensePrefillCall& call) override {
-    check_dense("dense_prefill");
-    dense_.dense_prefill(call);
-  }
-  void prefill_new_tokens(const DensePrefillCall& call) override {
-    check_dense("prefill_new_tokens");
-    dense_.prefill_new_tokens(call);
-  }
-  void gather_prefix(int32_t layer, int64_t chunk, const TensorView& latent, const TensorView& rope) override {
-    dense_.gather_prefix(layer, chunk, latent, rope);
-  }
-  void prefill_prefix(const PrefixPassCall& call) override {
-    check_dense("prefill_prefix");
-    dense_.prefill_prefix(call);
-  }
-
-  std::vector<std::pair<std::string, std::string>> implementations() const override { return core_.implementations(); }
-
  private:
   /// Dense is sparse only while no row has more keys than a selection holds. Known from the host's lengths, of the full
   /// context, prefix included (spec 3.11, 6.36).
-  void check_dense(const char* call) const {
+  void check_dense(const char* call) const override {
     const int64_t longest = core_.active_step(call).max_row_len();
     if (longest > core_.config().indexer.topk)
       core_.refuse(call,
@@ -156,9 +101,6 @@ class DsaBackend final : public AttentionBackend {
     core_.check_typed(call, "selection.lens", s.lens, DType::kI32, {rows});
     if (s.positions.given()) core_.check_typed(call, "selection.positions", s.positions, DType::kI32, {rows, k});
   }
-
-  BackendCore core_;
-  DenseDelegate dense_;
 };
 
 }  // namespace

@@ -141,13 +141,6 @@ void check_optional(const char* function, const char* name, const TensorView& v,
   if (v.given()) check_tensor(function, name, v, dtypes, shape, access);
 }
 
-void check_same_dtype(const char* function, const char* name_a, const TensorView& a, const char* name_b,
-                      const TensorView& b) {
-  if (a.dtype != b.dtype)
-    fail_argument(function, "{} is {} and {} is {}; accepted: one dtype for both", name_a, to_string(a.dtype), name_b,
-                  to_string(b.dtype));
-}
-
 void check_softmax_scale(const char* function, float scale) {
   if (!std::isfinite(scale) || !(scale > 0.0f))
     fail_argument(function, "softmax_scale is {}; accepted: a finite positive number", scale);

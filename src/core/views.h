@@ -45,9 +45,6 @@ void check_tensor(const char* function, const char* name, const TensorView& v, s
 /// The same where the tensor may be absent.
 void check_optional(const char* function, const char* name, const TensorView& v, std::initializer_list<DType> dtypes,
                     std::initializer_list<Axis> shape, Access access = Access::kRead);
-/// Throws unless a has the dtype of b.
-void check_same_dtype(const char* function, const char* name_a, const TensorView& a, const char* name_b,
-                      const TensorView& b);
 
 void check_softmax_scale(const char* function, float scale);
 /// The scale of a query, and whether a cache of that format meets a query of that dtype.

@@ -8,8 +8,9 @@ template <>
 void check(const MlaDecode& p) {
   const char* const fn = MlaDecode::kName;
   const RowGeometry g = p.cache.geometry;
-  check_tensor(fn, "q", p.q, {DType::kF32, DType::kBf16, DType::kE4m3},
-               {{"rows"}, {.label = "num_heads", .minimum = 1}, {"latent_dim + rope_dim", g.width()}});
+  check_tensor(
+      fn, "q", p.q, {DType::kF32, DType::kBf16, DType::kE4m3},
+      {{"rows"}, {.label = "num_heads", .minimum = 1}, {"latent_dim + rope_dim", int64_t{g.latent_dim} + g.rope_dim}});
   const int64_t rows = p.q.shape[0];
   const int64_t heads = p.q.shape[1];
   check_cache(fn, p.cache, p.q.device);

@@ -26,6 +26,8 @@ void check_host_int32(const char* name, const TensorView& v, int rank) {
 class TableReader {
  public:
   TableReader(const PageTableView& t, int64_t num_requests) : t_(t) {
+    if (t.form > PageTableForm::kCsr)
+      fail_argument(kName, "pages.form is {}; accepted: a PageTableForm", static_cast<int>(t.form));
     if (t.form == PageTableForm::kPadded) {
       check_host_int32("pages", t.pages, 2);
       if (t.row_indices.given()) {
@@ -130,6 +132,12 @@ void check_limits(const StepLimits& limits) {
 /// A bound as plans keep it: kCausalFromFirst is turned into kCausalFull.
 RowBound kept(RowBound b) { return b == RowBound::kUniformBlock ? b : RowBound::kCausalFull; }
 
+void check_decode_rows(int32_t q_len, RowBound bound) {
+  if (q_len < 1 || q_len > kMaxQLen) fail_argument(kName, "q_len is {}; accepted: 1 to {}", q_len, kMaxQLen);
+  if (bound > RowBound::kUniformBlock)
+    fail_argument(kName, "decode_bound is {}; accepted: a RowBound", static_cast<int>(bound));
+}
+
 /// Slots are int32 in lists: page * page_size + page_size - 1 must fit.
 int64_t page_limit(const StepLimits& limits) {
   const int64_t most = (kMaxInt32 + 1) / limits.page_size;
@@ -170,7 +178,7 @@ void StepPlan::fill(const BatchStep& step, const StepLimits& limits) {
     fail_argument(kName,
                   "prefix_lens has {} entries and extend_lens {}; accepted: as many, one for each extend request",
                   step.prefix_lens.size(), step.extend_lens.size());
-  if (step.q_len < 1) fail_argument(kName, "q_len is {}; accepted: 1 and more", step.q_len);
+  check_decode_rows(step.q_len, step.decode_bound);
   const StepMode mode = step_mode(step.num_extends(), num_requests);
 
   page_size_ = limits.page_size;
@@ -259,7 +267,7 @@ void StepPlan::capture(const CaptureShape& given, const StepLimits& limits) {
     fail(ErrorCode::kUnsupported, kName, "the mode to capture is {}; accepted: decode", to_string(given.mode));
   check_limits(limits);
   if (given.num_requests < 1) fail_argument(kName, "num_requests is {}; accepted: 1 and more", given.num_requests);
-  if (given.q_len < 1) fail_argument(kName, "q_len is {}; accepted: 1 and more", given.q_len);
+  check_decode_rows(given.q_len, given.decode_bound);
   const int64_t num_rows = int64_t{given.num_requests} * given.q_len;
   if (num_rows > kMaxInt32) fail_argument(kName, "the batch has more than 2^31 - 1 rows");
   CaptureShape shape = given;

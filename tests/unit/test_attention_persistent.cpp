@@ -358,7 +358,7 @@ TEST(AttentionPersistent, NamesWhatIsWrong) {
   EXPECT_TRUE(has(capture({.num_requests = 1, .q_len = 0}), "q_len is 0"));
   EXPECT_TRUE(has(capture({.num_requests = 1, .max_seq_len = -1}), "max_seq_len is -1"));
   EXPECT_TRUE(has(capture({.num_requests = 1, .max_seq_len = (1 << 20) + 1}), "max_seq_len is 1048577"));
-  EXPECT_TRUE(has(capture({.num_requests = 1 << 16, .q_len = 1 << 16}), "2^31 - 1 rows"));
+  EXPECT_TRUE(has(capture({.num_requests = 1 << 20, .q_len = kMaxQLen}), "2^31 - 1 rows"));
   EXPECT_EQ(capture({.num_requests = 4, .q_len = 4, .max_seq_len = 103}), "");
   EXPECT_TRUE(has(capture({.num_requests = 4, .q_len = 4, .max_seq_len = 104}),
                   "a batch of 4 requests of 4 rows is captured for causal_full and 103 tokens"));

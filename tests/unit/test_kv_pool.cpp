@@ -111,6 +111,9 @@ TEST(PageAllocator, RefusesPagesOfAnother) {
   EXPECT_EQ(ids_of(a), std::vector<int32_t>{1});
   EXPECT_TRUE(has(error_of([&] { (void)a.ref(1); }), "i is 1"));
   EXPECT_TRUE(has(error_of([&] { (void)a.share(0, 2); }), "count 2"));
+  EXPECT_TRUE(has(error_of([&] { a.append(std::move(a)); }), "a list cannot be appended to itself"));
+  EXPECT_EQ(ids_of(a), std::vector<int32_t>{1});
+  EXPECT_TRUE(has(error_of([&] { a.truncate(-1); }), "count is -1; accepted: 0 and more"));
 }
 
 TEST(PageAllocator, ReferencesMayOutliveIt) {
@@ -162,6 +165,20 @@ TEST(PageTable, ClearsWhatARowNoLongerUses) {
   EXPECT_EQ(table.num_pages(0), 1);
 }
 
+TEST(PageTable, RefusesRowsThatItHasNot) {
+  EXPECT_TRUE(has(error_of([] { PageTable t(-1, 2); }), "rows is -1 and max_pages 2; accepted: 0 and more"));
+  EXPECT_TRUE(has(error_of([] { PageTable t(2, -1); }), "rows is 2 and max_pages -1; accepted: 0 and more"));
+  PageTable t(2, 2);
+  EXPECT_TRUE(has(error_of([&] { t.clear_row(2); }), "row is 2; accepted: 0 to 1"));
+  EXPECT_TRUE(has(error_of([&] { (void)t.row(-1); }), "row is -1; accepted: 0 to 1"));
+  EXPECT_TRUE(has(error_of([&] {
+                    t.append(0, std::vector<int32_t>{1, 2, 3});
+                  }),
+                  "row 0 would have 3 pages; accepted: at most 2"));
+  EXPECT_TRUE(
+      has(error_of([&] { t.set_row(1, std::vector<int32_t>{-2}); }), "a page of row 1 is -2; accepted: 0 and more"));
+}
+
 TEST(PageTable, ExportsCsr) {
   PageTable table(3, 4);
   table.set_row(0, std::vector<int32_t>{7, 8});
@@ -207,7 +224,14 @@ TEST(PoolSizes, RefuseOverflowAndNonsense) {
     EXPECT_TRUE(
         has(text({.num_layers = 1, .format = LatentFormat::kE4m3, .num_pages = 1, .scale = scale}), "scale is"));
   EXPECT_TRUE(has(text({.num_layers = 1, .num_pages = 1, .scale = 1.0f}), "scale is 1"));
+  EXPECT_TRUE(has(text({.num_layers = 1, .format = static_cast<LatentFormat>(9), .num_pages = 1}),
+                  "format is 9; accepted: a LatentFormat"));
+  EXPECT_TRUE(
+      has(text({.num_layers = 1, .num_pages = 1, .page_stride_bytes = std::numeric_limits<int64_t>::max() - 15}),
+          "9223372036854775792 + "));
   EXPECT_TRUE(has(error_of([] { (void)index_k_pool_sizes({.layers = {1, 1}, .num_pages = 1}); }), "layers[1] is 1"));
+  EXPECT_TRUE(has(error_of([] { (void)index_k_pool_sizes({.format = static_cast<IndexKFormat>(3), .num_pages = 1}); }),
+                  "format is 3; accepted: an IndexKFormat"));
   EXPECT_EQ(pages_for(0, 64), 0);
   EXPECT_EQ(pages_for(65, 64), 2);
   EXPECT_EQ(pages_for(std::numeric_limits<int64_t>::max(), 1), std::numeric_limits<int64_t>::max());
@@ -257,6 +281,17 @@ TEST(Pools, ClearPageZeroOfEveryLayerAndNothingElse) {
     for (int64_t i = 0; i < 8448; ++i) ASSERT_EQ(bytes[i], 0) << i;
   }
   EXPECT_EQ(memory.live, 0u);
+}
+
+TEST(Memory, SaysWhatCannotBeHad) {
+  const auto text = [](size_t bytes, size_t alignment) {
+    return error_of([&] { host_memory().deallocate(host_memory().allocate(bytes, alignment), bytes, alignment); },
+                    ErrorCode::kOutOfMemory);
+  };
+  const size_t most = std::numeric_limits<size_t>::max();
+  EXPECT_TRUE(
+      has(text(most, 64), "[host_memory] 18446744073709551615 bytes cannot be had: more than the address space"));
+  EXPECT_TRUE(has(text(most / 4, 64), "bytes cannot be had: "));
 }
 
 TEST(Memory, LargeBuffersAreAlignedToHugePagesAndZero) {

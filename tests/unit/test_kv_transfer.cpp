@@ -351,6 +351,7 @@ TEST(KvTransfer, RefusesBeforeItCopies) {
   bad[1].latent.row_stride_bytes = latent_row_bytes(bad[1].latent.format, bad[1].latent.geometry) + 16;
   bad[1].latent.page_stride_bytes *= 2;
   refused([&] { copy_slots(bad, {}); }, "the latent cache of layer 1 has a row_stride_bytes of");
+  refused([&] { (void)exported_bytes(layers, -1); }, "num_pages is -1; accepted: 0 and more");
   bad = layers;
   bad[0].latent.page_stride_bytes = 16;
   refused([&] { (void)exported_bytes(bad, 1); }, "page_stride_bytes is 16");

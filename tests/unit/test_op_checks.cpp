@@ -123,6 +123,11 @@ void expect_bad_caches_refused(const Params& good) {
                       p.cache.format = LatentFormat::kE4m3PerToken;
                       p.cache.row_stride_bytes = 4096;
                     }});
+    list.push_back({"cache.geometry is 2147483632 + 32; accepted: a sum below 2^31", [](Params& p) {
+                      p.cache.geometry.latent_dim = 2147483632;
+                      if constexpr (requires { p.latent; }) p.latent.shape[1] = 2147483632;
+                      if constexpr (requires { p.out; }) p.q.shape[2] = 2147483664;
+                    }});
     list.push_back({"accepted: a positive multiple of 128 (format packed656)", [](Params& p) {
                       p.cache.format = LatentFormat::kPacked656;
                       p.cache.geometry.latent_dim = 64;

@@ -237,7 +237,15 @@ TEST(StepPlan, NamesWhatIsWrong) {
       has(text([](MiniBatch& m) { m.seq_lens[1] = 130; }), "seq_lens[1] is 130; prefix_lens + extend_lens is 130 + 3"));
   EXPECT_TRUE(has(text([](MiniBatch& m) { m.seq_lens[2] = -1; }), "seq_lens[2] is -1"));
   EXPECT_TRUE(has(text([](MiniBatch& m) { m.prefix_lens[0] = -1; }), "prefix_lens[0] is -1"));
-  EXPECT_TRUE(has(text([](MiniBatch& m) { m.step.q_len = 0; }), "q_len is 0"));
+  EXPECT_TRUE(has(text([](MiniBatch& m) { m.step.q_len = 0; }), "q_len is 0; accepted: 1 to 4096"));
+  EXPECT_TRUE(has(text([](MiniBatch& m) { m.step.q_len = 4097; }), "q_len is 4097; accepted: 1 to 4096"));
+  EXPECT_TRUE(
+      has(text([](MiniBatch& m) { m.step.q_len = std::numeric_limits<int32_t>::max(); }), "q_len is 2147483647"));
+  EXPECT_TRUE(has(text([](MiniBatch& m) { m.step.decode_bound = static_cast<RowBound>(3); }),
+                  "decode_bound is 3; accepted: a RowBound"));
+  EXPECT_TRUE(has(text([](MiniBatch& m) { m.step.pages.form = static_cast<PageTableForm>(2); }),
+                  "pages.form is 2; accepted: a PageTableForm"));
+  EXPECT_TRUE(has(text([](MiniBatch& m) { m.step.pages.pages.stride[1] = 2; }), "accepted: last stride 1"));
   EXPECT_TRUE(has(text([](MiniBatch& m) { m.step.prefix_lens = m.step.prefix_lens.first(1); }),
                   "prefix_lens has 1 entries and extend_lens 2"));
   EXPECT_TRUE(has(text([](MiniBatch& m) { m.step.seq_lens = m.step.seq_lens.first(1); }), "num_extends is 2"));
@@ -275,6 +283,73 @@ TEST(StepPlan, NamesWhatIsWrong) {
   limits = kLimits;
   limits.max_context_len = int64_t{1} << 31;
   EXPECT_TRUE(has(text(nothing, limits), "max_context_len is 2147483648"));
+  limits = kLimits;
+  limits.num_pages = -1;
+  EXPECT_TRUE(has(text(nothing, limits), "num_pages is -1; accepted: 0 and more"));
+  const Ints many(std::numeric_limits<int32_t>::max() / kMaxQLen + 1, 0);
+  EXPECT_TRUE(has(text([&](MiniBatch& m) {
+                    m.step.seq_lens = many;
+                    m.step.prefix_lens = m.step.extend_lens = {};
+                    m.step.q_len = kMaxQLen;
+                  }),
+                  "more than 2^31 - 1 rows"));
+}
+
+TEST(StepPlan, NamesWhatIsWrongWithABatchForACapturedPlan) {
+  const CaptureShape shape{.num_requests = 2, .q_len = 2, .max_seq_len = 128};
+  StepPlan p;
+  p.capture(shape, kLimits);
+  const Ints lens{5, 6}, cells{1, 2, 3, 4};
+  const auto text = [&](auto&& change, ErrorCode code = ErrorCode::kInvalidArgument) {
+    BatchStep step{.seq_lens = lens,
+                   .prefix_lens = {},
+                   .extend_lens = {},
+                   .q_len = 2,
+                   .pages = PageTableView::padded(view(cells.data(), {2, 2}))};
+    change(step);
+    try {
+      p.assign(step, kLimits);
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), code);
+      return std::string(e.what());
+    }
+    return std::string();
+  };
+  using S = BatchStep;
+  const Ints one{1}, three{1, 1, 1};
+  EXPECT_EQ(text([](S&) {}), "");
+  EXPECT_TRUE(has(text([&](S& s) { s.prefix_lens = s.extend_lens = one; }, ErrorCode::kUnsupported),
+                  "[StepPlan] the step is mixed; accepted for a captured batch: decode"));
+  EXPECT_TRUE(has(text([](S& s) { s.q_len = 1; }), "q_len is 1; the captured batch has 2"));
+  EXPECT_TRUE(has(text([&](S& s) { s.seq_lens = three; }), "the step has 3 requests; the captured batch has 2"));
+  EXPECT_TRUE(has(text([](S& s) { s.decode_bound = RowBound::kUniformBlock; }),
+                  "decode_bound is uniform_block; the captured batch has causal_full"));
+}
+
+TEST(StepPlan, NamesWhatIsWrongWithAnAdvance) {
+  const MiniBatch m;
+  StepPlan from, idle, to;
+  from.assign(m.step, kLimits);
+  idle.assign({}, kLimits);
+  const Ints lens{6, 134, 66, 201}, three{1, 1, 1}, below{1, 1, -1, 1}, beyond{1, 1, 1, 1001};
+  const auto text = [&](const StepPlan& base, const Ints& seq_lens, StepLimits limits = kLimits) {
+    return error_of([&] { to.advance(base, seq_lens, {}, limits); });
+  };
+  EXPECT_EQ(text(from, lens), "");
+  EXPECT_TRUE(has(text(idle, {}), "the step to go on from is idle; accepted: one with requests"));
+  EXPECT_TRUE(has(text(from, three), "seq_lens has 3 entries; the step to go on from has 4 requests"));
+  EXPECT_TRUE(has(text(from, below), "seq_lens[2] is -1; accepted: 0 to 1000"));
+  EXPECT_TRUE(has(text(from, beyond), "seq_lens[3] is 1001; accepted: 0 to 1000"));
+  StepLimits other = kLimits;
+  other.page_size = 32;
+  EXPECT_TRUE(has(text(from, lens, other), "page_size is 32; that of the step to go on from is 64"));
+  EXPECT_TRUE(has(error_of([&] { from.advance(from, lens, {}, kLimits); }),
+                  "a plan that is not captured cannot go on from itself; accepted: another plan"));
+  StepPlan captured;
+  captured.capture({.num_requests = 4, .q_len = 2, .max_seq_len = 128}, kLimits);
+  EXPECT_TRUE(has(error_of([&] { captured.advance(from, lens, {}, kLimits); }),
+                  "the captured batch has 4 requests of 2 rows; the step needs 4 of 1"));
+  EXPECT_EQ(to.num_requests(), 4) << "a refused advance leaves everything as it was";
 }
 
 }  // namespace
