@@ -484,6 +484,7 @@ typedef struct gannet_latent_pool_options {
   int32_t page_size;
   float scale;               /* GANNET_LATENT_E4M3: finite and positive; else 0 */
   int64_t page_stride_bytes; /* 0: the page's bytes, rounded up */
+  gannet_device device;      /* where memory is NULL */
 } gannet_latent_pool_options;
 
 typedef struct gannet_index_k_pool_options {
@@ -496,6 +497,7 @@ typedef struct gannet_index_k_pool_options {
   int64_t num_pages;
   int64_t page_stride_bytes; /* 0: the page's bytes, rounded up */
   int32_t page_size;
+  gannet_device device; /* where memory is NULL */
 } gannet_index_k_pool_options;
 
 typedef struct gannet_latent_pool gannet_latent_pool;
@@ -506,7 +508,7 @@ GANNET_API gannet_status gannet_latent_pool_sizes_of(const gannet_latent_pool_op
 GANNET_API gannet_status gannet_index_k_pool_sizes_of(const gannet_index_k_pool_options* options,
                                                       gannet_pool_sizes* out);
 
-/* memory may be NULL: host memory. */
+/* memory may be NULL: that of the device in the options. */
 GANNET_API gannet_status gannet_latent_pool_create(const gannet_latent_pool_options* options,
                                                    const gannet_memory* memory, gannet_latent_pool** out);
 GANNET_API void gannet_latent_pool_free(gannet_latent_pool** pool);
@@ -548,23 +550,25 @@ GANNET_API void gannet_page_list_free(gannet_page_list** list);
 GANNET_API const int32_t* gannet_page_list_ids(const gannet_page_list* list, int64_t* count);
 
 /* Pages and tokens copied within a pool, one after the other, and pages that travel as bytes (docs/kv_layouts.md,
-   "Exported pages"): latent rows and index keys of every layer given, together. Host memory only. */
+   "Exported pages"): latent rows and index keys of every layer given, together. The buffer is host memory; caches may
+   lie on a CUDA device, where the copies are made in the order of the stream and are done on return; else stream is
+   NULL. */
 typedef struct gannet_move {
   int32_t from;
   int32_t to;
 } gannet_move;
 GANNET_API gannet_status gannet_copy_pages(const gannet_layer* layers, int32_t num_layers, const gannet_move* moves,
-                                           int64_t num_moves);
+                                           int64_t num_moves, void* stream);
 GANNET_API gannet_status gannet_copy_slots(const gannet_layer* layers, int32_t num_layers, const gannet_move* moves,
-                                           int64_t num_moves);
+                                           int64_t num_moves, void* stream);
 /* *out: the bytes that num_pages pages of these layers take. */
 GANNET_API gannet_status gannet_exported_bytes(const gannet_layer* layers, int32_t num_layers, int64_t num_pages,
                                                int64_t* out);
 /* buffer_bytes is exactly gannet_exported_bytes. */
 GANNET_API gannet_status gannet_export_pages(const gannet_layer* layers, int32_t num_layers, const int32_t* pages,
-                                             int64_t num_pages, void* buffer, size_t buffer_bytes);
+                                             int64_t num_pages, void* buffer, size_t buffer_bytes, void* stream);
 GANNET_API gannet_status gannet_import_pages(const gannet_layer* layers, int32_t num_layers, const int32_t* pages,
-                                             int64_t num_pages, const void* buffer, size_t buffer_bytes);
+                                             int64_t num_pages, const void* buffer, size_t buffer_bytes, void* stream);
 
 /* ---- backends: a step at a time, a layer at a time --------------------------------------------------------------- */
 
@@ -594,7 +598,8 @@ typedef struct gannet_backend_config {
 
 typedef struct gannet_backend gannet_backend;
 
-/* name: "mla", "dsa", or NULL for the one that serves arch. memory may be NULL: host memory for its scratch. */
+/* name: "mla", "dsa", or NULL for the one that serves arch. memory, for its scratch, may be NULL: that of the device in
+   the config. */
 GANNET_API gannet_status gannet_backend_create(gannet_context* context, const gannet_backend_config* config,
                                                const char* name, const gannet_memory* memory, gannet_backend** out);
 GANNET_API void gannet_backend_free(gannet_backend** backend);
@@ -619,6 +624,9 @@ GANNET_API gannet_status gannet_backend_implementations(const gannet_backend* ba
 
 /* The caches of layers 0, 1, ...; replaces earlier ones and ends the current step. */
 GANNET_API gannet_status gannet_backend_bind(gannet_backend* backend, const gannet_layer* layers, int32_t num_layers);
+
+/* The stream of a CUDA device on which everything that follows is enqueued; NULL, the default stream, at first. */
+GANNET_API gannet_status gannet_backend_set_stream(gannet_backend* backend, void* stream);
 
 typedef int32_t gannet_layer_record;
 enum {
@@ -709,6 +717,16 @@ typedef struct gannet_step_info {
 } gannet_step_info;
 GANNET_API gannet_status gannet_backend_step(const gannet_backend* backend, gannet_step_info* out);
 
+/* Arrays of the current step where the operations read them: in host memory, or copies on the device for kernels of
+   your own. int32 [num_rows]. */
+typedef struct gannet_step_tensors {
+  size_t struct_size;
+  gannet_tensor positions;
+  gannet_tensor write_slots;
+  gannet_tensor row_lens;
+} gannet_step_tensors;
+GANNET_API gannet_status gannet_backend_step_tensors(const gannet_backend* backend, gannet_step_tensors* out);
+
 /* A part of the prefixes of requests [first_request, first_request + num_requests). */
 typedef struct gannet_prefix_chunk {
   size_t struct_size;
@@ -760,9 +778,10 @@ typedef struct gannet_selection {
   gannet_tensor positions; /* optional int32 [rows, index_topk]: the same as positions in the request */
 } gannet_selection;
 
-/* Row i of `to` becomes row rows[i] of `from`; -1 gives an empty list (gather_selection of gannet/attention.h). */
+/* Row i of `to` becomes row rows[i] of `from`; -1 gives an empty list (gather_selection of gannet/attention.h). rows is
+   in host memory. */
 GANNET_API gannet_status gannet_gather_selection(const gannet_selection* from, const int32_t* rows, int64_t num_rows,
-                                                 const gannet_selection* to);
+                                                 const gannet_selection* to, void* stream);
 
 typedef struct gannet_select_call {
   size_t struct_size;

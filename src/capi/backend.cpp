@@ -135,9 +135,10 @@ gannet_status gannet_backend_create(gannet_context* context, const gannet_backen
   return guard(kName, [&] {
     *given(kName, "out", out) = nullptr;
     given(kName, "context", context);
-    auto b = std::make_unique<gannet_backend>(gannet_backend{context->state, Memory(kName, memory), nullptr});
-    b->backend = make_attention_backend(b->context->context, config_of(kName, config), name == nullptr ? "" : name,
-                                        b->memory.resource());
+    const AttentionConfig c = config_of(kName, config);
+    auto b = std::make_unique<gannet_backend>(
+        gannet_backend{context->state, Memory(kName, memory, config->device), nullptr});
+    b->backend = make_attention_backend(b->context->context, c, name == nullptr ? "" : name, b->memory.resource());
     *out = b.release();
   });
 }
@@ -180,6 +181,11 @@ gannet_status gannet_backend_implementations(const gannet_backend* backend, gann
 gannet_status gannet_backend_bind(gannet_backend* backend, const gannet_layer* layers, int32_t num_layers) {
   constexpr const char* kName = "gannet_backend_bind";
   return guard(kName, [&] { backend_of(kName, backend).bind(layers_of(kName, layers, num_layers)); });
+}
+
+gannet_status gannet_backend_set_stream(gannet_backend* backend, void* stream) {
+  constexpr const char* kName = "gannet_backend_set_stream";
+  return guard(kName, [&] { backend_of(kName, backend).set_stream({stream}); });
 }
 
 gannet_status gannet_backend_set_layer_hooks(gannet_backend* backend, const gannet_layer_hooks* hooks) {
@@ -274,6 +280,15 @@ gannet_status gannet_backend_step(const gannet_backend* backend, gannet_step_inf
   });
 }
 
+gannet_status gannet_backend_step_tensors(const gannet_backend* backend, gannet_step_tensors* out) {
+  constexpr const char* kName = "gannet_backend_step_tensors";
+  return guard(kName, [&] {
+    const StepTensors t = backend_of(kName, backend).step_tensors();
+    const gannet_step_tensors all = {sizeof all, to_c(t.positions), to_c(t.write_slots), to_c(t.row_lens)};
+    write_struct(kName, "out", all, out);
+  });
+}
+
 gannet_status gannet_backend_prefix_chunk(const gannet_backend* backend, int64_t chunk, gannet_prefix_chunk* out) {
   constexpr const char* kName = "gannet_backend_prefix_chunk";
   return guard(kName, [&] {
@@ -289,11 +304,11 @@ gannet_status gannet_backend_prefix_chunk(const gannet_backend* backend, int64_t
 // ---- layers -------------------------------------------------------------------------------------------------------
 
 gannet_status gannet_gather_selection(const gannet_selection* from, const int32_t* rows, int64_t num_rows,
-                                      const gannet_selection* to) {
+                                      const gannet_selection* to, void* stream) {
   constexpr const char* kName = "gannet_gather_selection";
   return guard(kName, [&] {
     gather_selection(selection_of(kName, "from", from), span_of(kName, "rows", rows, num_rows),
-                     selection_of(kName, "to", to));
+                     selection_of(kName, "to", to), {stream});
   });
 }
 

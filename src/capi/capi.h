@@ -95,14 +95,15 @@ std::vector<LayerCaches> layers_of(const char* function, const gannet_layer* lay
 PageTableView pages_of(const char* function, const gannet_page_table* pages);
 PlanOptions plan_options_of(const char* function, const gannet_plan_options* options);
 
-/// The caller's memory, or the host's where there is none.
+/// The caller's memory, or where there is none that of a device.
 class Memory {
  public:
-  Memory(const char* function, const gannet_memory* memory);
-  MemoryResource& resource() const noexcept { return own_ != nullptr ? *own_ : host_memory(); }
+  Memory(const char* function, const gannet_memory* memory, gannet_device device);
+  MemoryResource& resource() const noexcept { return *resource_; }
 
  private:
   std::unique_ptr<MemoryResource> own_;
+  MemoryResource* resource_;
 };
 
 /// What plans and backends hold on to.

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "capi/capi.h"
+#include "gannet/cuda.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -96,8 +97,14 @@ class CallerMemory final : public MemoryResource {
 
 }  // namespace
 
-Memory::Memory(const char* function, const gannet_memory* memory) {
-  if (memory != nullptr) own_ = std::make_unique<CallerMemory>(function, read(function, "memory", memory));
+Memory::Memory(const char* function, const gannet_memory* memory, gannet_device device) : resource_(&host_memory()) {
+  const Device d = device_of(function, "options", device);
+  if (memory != nullptr) {
+    own_ = std::make_unique<CallerMemory>(function, read(function, "memory", memory));
+    resource_ = own_.get();
+  } else if (d.kind == DeviceKind::kCuda) {
+    resource_ = &cuda_memory(d.index);
+  }
 }
 
 }  // namespace capi

@@ -80,8 +80,9 @@ gannet_status gannet_latent_pool_create(const gannet_latent_pool_options* option
   constexpr const char* kName = "gannet_latent_pool_create";
   return guard(kName, [&] {
     *given(kName, "out", out) = nullptr;
-    Memory m(kName, memory);
-    LatentPool pool(options_of(kName, options), m.resource());
+    const LatentPoolOptions o = options_of(kName, options);
+    Memory m(kName, memory, options->device);
+    LatentPool pool(o, m.resource());
     *out = new gannet_latent_pool{std::move(m), std::move(pool)};
   });
 }
@@ -93,8 +94,9 @@ gannet_status gannet_index_k_pool_create(const gannet_index_k_pool_options* opti
   constexpr const char* kName = "gannet_index_k_pool_create";
   return guard(kName, [&] {
     *given(kName, "out", out) = nullptr;
-    Memory m(kName, memory);
-    IndexKPool pool(options_of(kName, options), m.resource());
+    const IndexKPoolOptions o = options_of(kName, options);
+    Memory m(kName, memory, options->device);
+    IndexKPool pool(o, m.resource());
     *out = new gannet_index_k_pool{std::move(m), std::move(pool)};
   });
 }
@@ -192,17 +194,19 @@ const int32_t* gannet_page_list_ids(const gannet_page_list* list, int64_t* count
 // ---- movement -----------------------------------------------------------------------------------------------------
 
 gannet_status gannet_copy_pages(const gannet_layer* layers, int32_t num_layers, const gannet_move* moves,
-                                int64_t num_moves) {
+                                int64_t num_moves, void* stream) {
   constexpr const char* kName = "gannet_copy_pages";
-  return guard(kName,
-               [&] { copy_pages(layers_of(kName, layers, num_layers), moves_of<PageMove>(kName, moves, num_moves)); });
+  return guard(kName, [&] {
+    copy_pages(layers_of(kName, layers, num_layers), moves_of<PageMove>(kName, moves, num_moves), {stream});
+  });
 }
 
 gannet_status gannet_copy_slots(const gannet_layer* layers, int32_t num_layers, const gannet_move* moves,
-                                int64_t num_moves) {
+                                int64_t num_moves, void* stream) {
   constexpr const char* kName = "gannet_copy_slots";
-  return guard(kName,
-               [&] { copy_slots(layers_of(kName, layers, num_layers), moves_of<SlotMove>(kName, moves, num_moves)); });
+  return guard(kName, [&] {
+    copy_slots(layers_of(kName, layers, num_layers), moves_of<SlotMove>(kName, moves, num_moves), {stream});
+  });
 }
 
 gannet_status gannet_exported_bytes(const gannet_layer* layers, int32_t num_layers, int64_t num_pages, int64_t* out) {
@@ -214,21 +218,21 @@ gannet_status gannet_exported_bytes(const gannet_layer* layers, int32_t num_laye
 }
 
 gannet_status gannet_export_pages(const gannet_layer* layers, int32_t num_layers, const int32_t* pages,
-                                  int64_t num_pages, void* buffer, size_t buffer_bytes) {
+                                  int64_t num_pages, void* buffer, size_t buffer_bytes, void* stream) {
   constexpr const char* kName = "gannet_export_pages";
   return guard(kName, [&] {
     if (buffer_bytes > 0) given(kName, "buffer", buffer);
     export_pages(layers_of(kName, layers, num_layers), span_of(kName, "pages", pages, num_pages),
-                 {static_cast<std::byte*>(buffer), buffer_bytes});
+                 {static_cast<std::byte*>(buffer), buffer_bytes}, {stream});
   });
 }
 
 gannet_status gannet_import_pages(const gannet_layer* layers, int32_t num_layers, const int32_t* pages,
-                                  int64_t num_pages, const void* buffer, size_t buffer_bytes) {
+                                  int64_t num_pages, const void* buffer, size_t buffer_bytes, void* stream) {
   constexpr const char* kName = "gannet_import_pages";
   return guard(kName, [&] {
     if (buffer_bytes > 0) given(kName, "buffer", buffer);
     import_pages(layers_of(kName, layers, num_layers), span_of(kName, "pages", pages, num_pages),
-                 {static_cast<const std::byte*>(buffer), buffer_bytes});
+                 {static_cast<const std::byte*>(buffer), buffer_bytes}, {stream});
   });
 }

@@ -229,6 +229,13 @@ class CBackend final : public gannet::AttentionBackend {
     must(gannet_backend_set_layer_hooks(backend_, &h));
   }
 
+  void set_stream(gannet::Stream stream) override { must(gannet_backend_set_stream(backend_, stream.handle)); }
+  gannet::StepTensors step_tensors() const override {
+    gannet_step_tensors t{};
+    t.struct_size = sizeof t;
+    must(gannet_backend_step_tensors(backend_, &t));
+    return {view_of(t.positions), view_of(t.write_slots), view_of(t.row_lens)};
+  }
   void prepare(const gannet::BatchStep& step) override {
     const CStep s(step);
     must(gannet_backend_prepare(backend_, &s.step));

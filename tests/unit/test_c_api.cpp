@@ -519,6 +519,12 @@ TEST(CApiBackends, StepsChunksAndDraftsAreThoseOfThePlan) {
   same(info.positions, plan.positions());
   same(info.write_slots, plan.write_slots());
   same(info.row_lens, plan.row_lens());
+  c.set_stream({});
+  const StepTensors on_device = c.step_tensors();
+  ASSERT_EQ(on_device.positions.shape[0], plan.num_rows());
+  same(on_device.positions.ptr<int32_t>(), plan.positions());
+  same(on_device.write_slots.ptr<int32_t>(), plan.write_slots());
+  same(on_device.row_lens.ptr<int32_t>(), plan.row_lens());
   ASSERT_EQ(info.num_prefix_chunks, static_cast<int64_t>(plan.prefix_chunks().chunks.size()));
   ASSERT_GT(info.num_prefix_chunks, 1);
   for (int64_t i = 0; i < info.num_prefix_chunks; ++i) {
@@ -625,17 +631,17 @@ TEST(CApiPools, AreThoseOfCpp) {
   for (int64_t b = 0; b < 5 * i.page_stride_bytes; ++b)
     static_cast<uint8_t*>(i.data)[b] = static_cast<uint8_t>(b * 5 % 253);
   std::vector<uint8_t> buffer(static_cast<size_t>(bytes)), again(buffer.size());
-  must(gannet_export_pages(layers, 2, from, 2, buffer.data(), buffer.size()));
-  must(gannet_import_pages(layers, 2, to, 2, buffer.data(), buffer.size()));
-  must(gannet_export_pages(layers, 2, to, 2, again.data(), again.size()));
+  must(gannet_export_pages(layers, 2, from, 2, buffer.data(), buffer.size(), nullptr));
+  must(gannet_import_pages(layers, 2, to, 2, buffer.data(), buffer.size(), nullptr));
+  must(gannet_export_pages(layers, 2, to, 2, again.data(), again.size(), nullptr));
   EXPECT_EQ(buffer, again);
   const gannet_move move = {1, 3};
-  must(gannet_copy_pages(layers, 2, &move, 1));
+  must(gannet_copy_pages(layers, 2, &move, 1, nullptr));
   const int32_t pages13[] = {1, 3};
-  must(gannet_export_pages(layers, 2, pages13, 2, again.data(), again.size()));
+  must(gannet_export_pages(layers, 2, pages13, 2, again.data(), again.size(), nullptr));
   EXPECT_EQ(std::memcmp(again.data(), again.data() + 64 * 576, 64 * 576), 0);
   const gannet_move slot = {64, 5};
-  must(gannet_copy_slots(layers, 2, &slot, 1));
+  must(gannet_copy_slots(layers, 2, &slot, 1, nullptr));
   EXPECT_EQ(std::memcmp(static_cast<uint8_t*>(l[0].data) + l[0].page_stride_bytes,
                         static_cast<uint8_t*>(l[0].data) + 5 * 576, 576),
             0);
@@ -674,7 +680,7 @@ TEST(CApiPools, SelectionsAreGathered) {
       sizeof from, gannet_tensor_2d(slots, GANNET_I32, 2, 2), gannet_tensor_1d(lens, GANNET_I32, 2), {}};
   const gannet_selection to = {
       sizeof to, gannet_tensor_2d(out, GANNET_I32, 2, 2), gannet_tensor_1d(out_lens, GANNET_I32, 2), {}};
-  must(gannet_gather_selection(&from, rows, 2, &to));
+  must(gannet_gather_selection(&from, rows, 2, &to, nullptr));
   EXPECT_EQ(std::vector<int32_t>(out, out + 4), (std::vector<int32_t>{3, 4, -1, -1}));
   EXPECT_EQ(std::vector<int32_t>(out_lens, out_lens + 2), (std::vector<int32_t>{1, 0}));
 }

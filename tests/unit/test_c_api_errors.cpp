@@ -204,6 +204,7 @@ TEST(CApi, NullIsRefusedByName) {
   auto sizes = sized<gannet_pool_sizes>();
   auto info = sized<gannet_step_info>();
   auto chunk = sized<gannet_prefix_chunk>();
+  auto tensors = sized<gannet_step_tensors>();
   auto capabilities = sized<gannet_capabilities>();
   const auto lo = [] {
     auto o = sized<gannet_latent_pool_options>();
@@ -267,14 +268,14 @@ TEST(CApi, NullIsRefusedByName) {
       {"tail is null", [&] { return gannet_page_list_append(nullptr, &list); }},
       {"tail is null", [&] { return gannet_page_list_append(nullptr, nullptr); }},
       {"list is null", [&] { return gannet_page_list_truncate(nullptr, 0); }},
-      {"layers is null", [&] { return gannet_copy_pages(nullptr, 1, nullptr, 0); }},
-      {"moves is null", [&] { return gannet_copy_pages(&f.layer, 1, nullptr, 1); }},
-      {"moves is null", [&] { return gannet_copy_slots(&f.layer, 1, nullptr, 1); }},
-      {"layers.latent is null", [&] { return gannet_copy_pages(&no_latent, 1, nullptr, 0); }},
+      {"layers is null", [&] { return gannet_copy_pages(nullptr, 1, nullptr, 0, nullptr); }},
+      {"moves is null", [&] { return gannet_copy_pages(&f.layer, 1, nullptr, 1, nullptr); }},
+      {"moves is null", [&] { return gannet_copy_slots(&f.layer, 1, nullptr, 1, nullptr); }},
+      {"layers.latent is null", [&] { return gannet_copy_pages(&no_latent, 1, nullptr, 0, nullptr); }},
       {"out is null", [&] { return gannet_exported_bytes(&f.layer, 1, 1, nullptr); }},
-      {"pages is null", [&] { return gannet_export_pages(&f.layer, 1, nullptr, 1, &bytes, 8); }},
-      {"buffer is null", [&] { return gannet_export_pages(&f.layer, 1, &page, 1, nullptr, 8); }},
-      {"buffer is null", [&] { return gannet_import_pages(&f.layer, 1, &page, 1, nullptr, 8); }},
+      {"pages is null", [&] { return gannet_export_pages(&f.layer, 1, nullptr, 1, &bytes, 8, nullptr); }},
+      {"buffer is null", [&] { return gannet_export_pages(&f.layer, 1, &page, 1, nullptr, 8, nullptr); }},
+      {"buffer is null", [&] { return gannet_import_pages(&f.layer, 1, &page, 1, nullptr, 8, nullptr); }},
       {"context is null", [&] { return gannet_backend_create(nullptr, &f.config, nullptr, nullptr, &backend); }},
       {"config is null", [&] { return gannet_backend_create(f.context, nullptr, nullptr, nullptr, &backend); }},
       {"out is null", [&] { return gannet_backend_create(f.context, &f.config, nullptr, nullptr, nullptr); }},
@@ -298,6 +299,9 @@ TEST(CApi, NullIsRefusedByName) {
       {"accepted is null", [&] { return gannet_backend_narrow(f.backend, nullptr, 1, nullptr, nullptr, 1); }},
       {"backend is null", [&] { return gannet_backend_step(nullptr, &info); }},
       {"out is null", [&] { return gannet_backend_step(f.backend, nullptr); }},
+      {"backend is null", [&] { return gannet_backend_set_stream(nullptr, nullptr); }},
+      {"backend is null", [&] { return gannet_backend_step_tensors(nullptr, &tensors); }},
+      {"out is null", [&] { return gannet_backend_step_tensors(f.backend, nullptr); }},
       {"backend is null", [&] { return gannet_backend_prefix_chunk(nullptr, 0, &chunk); }},
       {"backend is null", [&] { return gannet_backend_write(nullptr, 0, GANNET_ROWS_ALL, &f.kv); }},
       {"kv is null", [&] { return gannet_backend_write(f.backend, 0, GANNET_ROWS_ALL, nullptr); }},
@@ -314,8 +318,8 @@ TEST(CApi, NullIsRefusedByName) {
       {"rope is null", [&] { return gannet_backend_gather_prefix(f.backend, 0, 0, &tensor, nullptr); }},
       {"call is null", [&] { return gannet_backend_prefill_prefix(f.backend, nullptr); }},
       {"backend is null", [&] { return gannet_backend_prefill_prefix(nullptr, &pass); }},
-      {"from is null", [&] { return gannet_gather_selection(nullptr, nullptr, 0, &selection); }},
-      {"to is null", [&] { return gannet_gather_selection(&selection, nullptr, 0, nullptr); }},
+      {"from is null", [&] { return gannet_gather_selection(nullptr, nullptr, 0, &selection, nullptr); }},
+      {"to is null", [&] { return gannet_gather_selection(&selection, nullptr, 0, nullptr, nullptr); }},
       {"out is null", [&] { return gannet_gate_create(1, nullptr); }},
       {"gate is null", [&] { return gannet_gate_close(nullptr, 0); }},
       {"gate is null", [&] { return gannet_gate_close(nullptr, -1); }},
@@ -426,12 +430,12 @@ TEST(CApi, StructsCarryTheirSize) {
   });
   expect_sized<gannet_latent_cache>("layers.latent", f.cache, [&](const gannet_latent_cache& x) {
     const gannet_layer layer = {&x, nullptr};
-    return gannet_copy_pages(&layer, 1, nullptr, 0);
+    return gannet_copy_pages(&layer, 1, nullptr, 0, nullptr);
   });
   gannet_index_cache index = {sizeof index, f.out.data(), GANNET_INDEX_K_F32, 0, 16, 64, 3, 4096, {GANNET_CPU, 0}};
   expect_sized<gannet_index_cache>("layers.index", index, [&](const gannet_index_cache& x) {
     const gannet_layer layer = {&f.cache, &x};
-    return gannet_copy_pages(&layer, 1, nullptr, 0);
+    return gannet_copy_pages(&layer, 1, nullptr, 0, nullptr);
   });
   expect_sized<gannet_page_table>("pages", f.pages, [&](const gannet_page_table& x) {
     gannet_step s = f.step;
@@ -465,8 +469,9 @@ TEST(CApi, StructsCarryTheirSize) {
   auto selection = sized<gannet_selection>();
   selection.slots = gannet_tensor_2d(f.positions, GANNET_I32, 1, 4);
   selection.lens = gannet_tensor_1d(f.counts, GANNET_I32, 1);
-  expect_sized<gannet_selection>(
-      "from", selection, [&](const gannet_selection& x) { return gannet_gather_selection(&x, rows, 1, &selection); });
+  expect_sized<gannet_selection>("from", selection, [&](const gannet_selection& x) {
+    return gannet_gather_selection(&x, rows, 1, &selection, nullptr);
+  });
   gannet_memory memory = {
       sizeof memory,
       nullptr,
@@ -727,10 +732,10 @@ TEST(CApi, MemoryThatCannotBeHadIsReported) {
                         {GANNET_CPU, 0},
                         [](void*, size_t, size_t) -> void* { return nullptr; },
                         [](void*, void*, size_t, size_t) {}};
-  gannet_memory odd = none, no_function = none, other_device = none;
+  gannet_memory odd = none, no_function = none, bad_device = none;
   odd.allocate = [](void*, size_t, size_t) -> void* { return block + 8; };
   no_function.deallocate = nullptr;
-  other_device.device = {GANNET_CUDA, 0};
+  bad_device.device = {2, 0};
   gannet_latent_pool* pool = nullptr;
   const auto with = [&](const gannet_memory& m) {
     return [&options, &pool, &m] { return gannet_latent_pool_create(&options, &m, &pool); };
@@ -739,8 +744,12 @@ TEST(CApi, MemoryThatCannotBeHadIsReported) {
       {"[memory] allocate had no 294912 bytes", with(none), GANNET_OUT_OF_MEMORY},
       {"accepted: a multiple of", with(odd)},
       {"memory.deallocate is null", with(no_function)},
-      {"the memory is on cuda:0; accepted: cpu", with(other_device), GANNET_UNSUPPORTED},
+      {"memory.device.kind is 2; accepted: 0 (cpu) or 1 (cuda)", with(bad_device)},
   });
+  if (gannet::cuda_device_count() == 0) {
+    options.device = {GANNET_CUDA, 0};
+    expect_refused({{"", [&] { return gannet_latent_pool_create(&options, nullptr, &pool); }, GANNET_UNSUPPORTED}});
+  }
   EXPECT_EQ(pool, nullptr);
 }
 
