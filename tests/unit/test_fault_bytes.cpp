@@ -248,6 +248,7 @@ TEST(Faults, BL13_PoolsWhosePagesLieApart) {
         const std::byte* a = near_bytes.data() + p * d.pool.view.page_stride_bytes;
         const std::byte* b = far_bytes.data() + p * far.cache.page_stride_bytes;
         EXPECT_EQ(std::memcmp(a, b, static_cast<size_t>(page_bytes)), 0) << impl << " page " << p;
+        if (p + 1 == far.cache.num_pages) break;  // what run() gives back ends with the last row
         for (int64_t i = page_bytes; i < far.cache.page_stride_bytes; ++i) ASSERT_EQ(b[i], std::byte{0xFF}) << impl;
       }
     }
@@ -280,6 +281,7 @@ TEST(Faults, BL13_PoolsWhosePagesLieApart) {
         EXPECT_EQ(
             std::memcmp(near_bytes.data() + p * s.pool.view.page_stride_bytes, b, static_cast<size_t>(page_bytes)), 0)
             << impl << " page " << p;
+        if (p + 1 == far.cache.num_pages) break;  // what run() gives back ends with the last row
         for (int64_t i = page_bytes; i < far.cache.page_stride_bytes; ++i) ASSERT_EQ(b[i], std::byte{0xFF}) << impl;
       }
     }

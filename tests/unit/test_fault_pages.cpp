@@ -272,6 +272,7 @@ TEST(Faults, BL20_MoreRowsThanTableRows) {
 TEST(Faults, BL21_OneToEightRowsARequest) {
   const std::vector<int32_t> edges = {63, 64, 65, 66, 127, 128, 129, 130, 255, 256, 257, 258};
   for (int32_t s = 1; s <= 8; ++s) {
+    if (kSanitized && s != 3 && s != 8) continue;
     std::vector<int32_t> lens = {320, s};  // 320: the end of the table
     lens.insert(lens.end(), edges.begin(), edges.end());
     for (const AbsorbedFormat& f : kAbsorbedFormats) {

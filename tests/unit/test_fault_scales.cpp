@@ -237,6 +237,7 @@ TEST(Faults, BL34_AnyNumberOfHeads) {
       const bool takes_lists = f.cache != LatentFormat::kE4m3PerToken;
       const verify::Outputs whole_lists = takes_lists ? verify::run(lists.params, {.impl = impl}) : verify::Outputs{};
       for (const int64_t heads : {1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 19, 20, 32, 64, 96}) {
+        if (kSanitized && heads > 8 && heads != 12 && heads != 20) continue;
         fill_normal(some.q, Rng(4));
         const int64_t element = static_cast<int64_t>(size_of(f.q));
         for (int64_t row = 0; row < 2; ++row)

@@ -90,23 +90,27 @@ TEST(Faults, BL27_CrowdedThresholds) {
                        "normal, 2^20");
 }
 
-// A thousand exact ties at the threshold: the same choice in 20 runs, by any number of workers (each as good as a rank
-// of its own), and in a batch of 64.
+// Thousands of exact ties at the threshold, side by side: the same choice in 20 runs, by any number of workers (each as
+// good as a rank of its own), and in a batch of 64. Lists of three lengths, so that they end within a vector of ties.
 TEST(Faults, BL28_TiesAreChosenByPosition) {
-  constexpr int64_t kLength = 20000, kTaken = 2048;
-  const Rows one(1, kLength, kTaken,
-                 [](Rng& rng, int64_t i) { return i % 18 == 3 ? 1.0f : static_cast<float>(rng.below(40)) / 20.0f; });
-  Rows many(64, kLength, kTaken, [](Rng&, int64_t) { return 0.0f; });
-  for (int64_t r = 0; r < 64; ++r)
-    std::memcpy(many.scores.view.ptr<float>(r), one.scores.view.data, kLength * sizeof(float));
-  const std::vector<int32_t> want = sorted_choice(one.scores.view.ptr<float>(), kLength, kTaken);
-  for (const std::string& impl : takers(one.params)) {
-    for (int round = 0; round < 20; ++round)
-      ASSERT_EQ(verify::run(one.params, {.impl = impl, .num_workers = 1 + round % 5}).ints("positions"), want) << impl;
-    const std::vector<int32_t> batch = verify::run(many.params, {.impl = impl, .num_workers = 3}).ints("positions");
-    for (size_t r = 0; r < 64; ++r)
-      ASSERT_TRUE(std::equal(want.begin(), want.end(), batch.begin() + static_cast<std::ptrdiff_t>(r * kTaken)))
-          << impl;
+  constexpr int64_t kLength = 20000;
+  for (const int64_t taken : {2047, 2048, 2049}) {
+    const Rows one(1, kLength, taken,
+                   [](Rng& rng, int64_t i) { return i % 13 == 5 ? static_cast<float>(2.0 + rng.uniform()) : 1.0f; });
+    Rows many(64, kLength, taken, [](Rng&, int64_t) { return 0.0f; });
+    for (int64_t r = 0; r < 64; ++r)
+      std::memcpy(many.scores.view.ptr<float>(r), one.scores.view.data, kLength * sizeof(float));
+    const std::vector<int32_t> want = sorted_choice(one.scores.view.ptr<float>(), kLength, taken);
+    for (const std::string& impl : takers(one.params)) {
+      for (int round = 0; round < 20; ++round)
+        ASSERT_EQ(verify::run(one.params, {.impl = impl, .num_workers = 1 + round % 5}).ints("positions"), want)
+            << impl;
+      const std::vector<int32_t> batch = verify::run(many.params, {.impl = impl, .num_workers = 3}).ints("positions");
+      for (size_t r = 0; r < 64; ++r) {
+        const auto row = batch.begin() + static_cast<std::ptrdiff_t>(r) * taken;
+        ASSERT_TRUE(std::equal(want.begin(), want.end(), row)) << impl << " row " << r;
+      }
+    }
   }
 }
 
