@@ -21,16 +21,14 @@ Params placed_on(DeviceKind kind, const Params& params) {
   return p;
 }
 
-/// Bytes from `data` to behind the last token: of a view of one head among several, less than whole pages.
+/// Bytes of the pages of a cache. Of rows with others between them only up to the last row: a view of one head among
+/// several begins inside the first page.
 inline int64_t extent_of(const LatentCacheView& c) {
-  if (c.num_pages == 0) return 0;
   const int64_t row_bytes = latent_row_bytes(c.format, c.geometry);
+  if (c.num_pages == 0 || c.row_stride() == row_bytes) return c.num_pages * c.page_stride_bytes;
   return (c.num_pages - 1) * c.page_stride_bytes + (c.page_size - 1) * c.row_stride() + row_bytes;
 }
-inline int64_t extent_of(const IndexCacheView& c) {
-  if (c.num_pages == 0) return 0;
-  return (c.num_pages - 1) * c.page_stride_bytes + c.page_size * index_k_token_bytes(c.format, c.head_dim);
-}
+inline int64_t extent_of(const IndexCacheView& c) { return c.num_pages * c.page_stride_bytes; }
 
 /// Copies of host memory on CUDA device 0. Ranges that overlap on the host overlap there in the same way. In a build
 /// without CUDA every member throws Error(kUnsupported).
