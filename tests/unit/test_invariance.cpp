@@ -20,7 +20,7 @@ namespace {
 
 using namespace gannet;
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || defined(__aarch64__)  // under an emulator, mostly
 constexpr uint64_t kProblems = 5, kSequences = 3;
 #else
 constexpr uint64_t kProblems = 150, kSequences = 30;
