@@ -227,9 +227,10 @@ TEST(CApiOps, Dense) {
   });
   for (const bool options : {false, true})
     expect_same<gannet_mla_decode, MlaDecode>(GANNET_OP_MLA_DECODE, 11, [&] {
-      auto x = with_latent<MlaDecode>(LatentFormat::kBf16);
+      auto x = with_latent<MlaDecode>(options ? LatentFormat::kE4m3 : LatentFormat::kBf16);
       x.p.rows.bound = RowBound::kUniformBlock;
-      x.p.q = x.normal(DType::kBf16, {kRows, kHeads, kR + kP}, 1);
+      x.p.q = x.normal(options ? DType::kE4m3 : DType::kBf16, {kRows, kHeads, kR + kP}, 1);
+      if (options) x.p.q_scale = 0.5f;
       x.p.out = x.empty(DType::kF32, {kRows, kHeads, kR});
       x.p.lse = x.empty(DType::kF32, {kRows, kHeads});
       if (options) x.p.attn_sink = x.normal(DType::kF32, {kHeads}, 2);
@@ -263,8 +264,9 @@ TEST(CApiOps, Sparse) {
   });
   for (const bool options : {false, true})
     expect_same<gannet_sparse_attention, SparseAttention>(GANNET_OP_SPARSE_ATTENTION, 7, [&] {
-      auto x = with_latent<SparseAttention>(LatentFormat::kBf16);
-      x.p.q = x.normal(DType::kBf16, {2, kHeads, kR + kP}, 1);
+      auto x = with_latent<SparseAttention>(options ? LatentFormat::kE4m3 : LatentFormat::kBf16);
+      x.p.q = x.normal(options ? DType::kE4m3 : DType::kBf16, {2, kHeads, kR + kP}, 1);
+      if (options) x.p.q_scale = 0.5f;
       const verify::Tensor slots = x.keep(verify::make_tensor(DType::kI32, {2, 4}));
       const verify::Paged paged(kSpec);
       for (int64_t i = 0; i < 2; ++i)
