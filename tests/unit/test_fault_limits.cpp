@@ -154,6 +154,10 @@ TEST(Faults, BL38_SplitsOfEveryBatch) {
       const SparseAttention& s = lists.params;
       for (const std::string& impl : takers(d.params, name_of(f), true)) {
         const verify::Outputs one = verify::run(d.params, {.impl = impl}), list = verify::run(s, {.impl = impl});
+        for (const auto& [got, want] :
+             {std::pair{one.floats("out"), verify::run(d.params, {.impl = "ref"}).floats("out")},
+              {list.floats("out"), verify::run(s, {.impl = "ref"}).floats("out")}})
+          expect_lines_close(want, got, kNarrow.latent_dim, verify::attention_tolerance(precision_of(f, 2500)), impl);
         for (const int workers : {2, 5, 32}) {
           EXPECT_EQ(verify::run(d.params, {.impl = impl, .num_workers = workers}), one) << impl << " " << workers;
           EXPECT_EQ(verify::run(s, {.impl = impl, .num_workers = workers}), list) << impl << " " << workers;

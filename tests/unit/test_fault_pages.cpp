@@ -143,9 +143,9 @@ TEST(Faults, BL17_DraftsNearTheEndOfTheContext) {
   }
 }
 
-/// Makes the first pages of every request those of request 0, after copying them: both tables lead to equal rows.
+/// Makes the first pages of every request equal to those of request 0.
 template <class Cache>
-void copy_pages_of_first(const Paged& paged, size_t shared, Cache& cache) {
+void copy_pages_of_first(const Paged& paged, size_t shared, const Cache& cache) {
   for (size_t i = 1; i < paged.pages_of.size(); ++i) {
     for (size_t c = 0; c < shared; ++c)
       std::memcpy(static_cast<std::byte*>(cache.data) + paged.pages_of[i][c] * cache.page_stride_bytes,
@@ -154,57 +154,79 @@ void copy_pages_of_first(const Paged& paged, size_t shared, Cache& cache) {
   }
 }
 
-// 8 requests of 100 tokens with 96 in common: 800 between them, in pages that hold 224.
+/// A pool of the pages that are left when the first ones are kept once, and the table that leads to them.
+template <class Cache>
+struct SharedPool {
+  verify::Buffer memory;
+  Cache cache;
+  Tensor pages;
+
+  SharedPool(const Paged& paged, size_t shared, const Cache& whole)
+      : memory(
+            static_cast<size_t>((1 + static_cast<int64_t>(shared + paged.pages_of.size())) * whole.page_stride_bytes)),
+        cache(whole),
+        pages(
+            make_tensor(DType::kI32, {static_cast<int64_t>(paged.pages_of.size()), static_cast<int64_t>(shared + 1)})) {
+    cache.data = memory.data();
+    cache.num_pages = 1 + static_cast<int64_t>(shared + paged.pages_of.size());
+    for (size_t i = 0; i < paged.pages_of.size(); ++i) {
+      for (size_t c = 0; c <= shared; ++c) {
+        const size_t page = 1 + (c < shared ? c : shared + i);
+        *pages.view.ptr<int32_t>(static_cast<int64_t>(i), static_cast<int64_t>(c)) = static_cast<int32_t>(page);
+        std::memcpy(memory.data() + static_cast<int64_t>(page) * cache.page_stride_bytes,
+                    static_cast<std::byte*>(whole.data) + paged.pages_of[i][c] * cache.page_stride_bytes,
+                    static_cast<size_t>(cache.page_stride_bytes));
+      }
+    }
+  }
+  int32_t slot(int64_t request, int64_t t) const {
+    return *pages.view.ptr<int32_t>(request, t / cache.page_size) * cache.page_size +
+           static_cast<int32_t>(t % cache.page_size);
+  }
+};
+
+// 8 requests of 100 tokens with 96 in common: 800 between them, in a pool of 240.
 TEST(Faults, BL18_RequestsShareTheirPrefix) {
   const PagedSpec spec{.seq_lens = std::vector<int32_t>(8, 100), .q_len = 2, .page_size = 16};
   constexpr size_t kShared = 6;
-  const auto share = [&](const Paged& paged, PageTableView table) {
-    Tensor pages = make_tensor(DType::kI32, {8, table.pages.shape[1]});
-    for (int64_t i = 0; i < 8; ++i) {
-      for (int64_t c = 0; c < 7; ++c)
-        *pages.view.ptr<int32_t>(i, c) =
-            paged.pages_of[c < static_cast<int64_t>(kShared) ? 0 : static_cast<size_t>(i)][static_cast<size_t>(c)];
-    }
-    return pages;
-  };
   for (const AbsorbedFormat& f : kAbsorbedFormats) {
-    DecodeProblem d(spec, f, 2);
+    const DecodeProblem d(spec, f, 2);
     copy_pages_of_first(d.paged, kShared, d.pool.view);
-    const Tensor pages = share(d.paged, d.params.pages);
+    const SharedPool<LatentCacheView> pool(d.paged, kShared, d.pool.view);
+    ASSERT_EQ(pool.cache.num_slots(), 240);
     MlaDecode shared = d.params;
-    shared.pages.pages = pages.view;
+    shared.cache = pool.cache;
+    shared.pages.pages = pool.pages.view;
     for (const std::string& impl : takers(shared, name_of(f)))
       EXPECT_EQ(verify::run(shared, {.impl = impl}), verify::run(d.params, {.impl = impl})) << impl;
     // What is gathered is more than the pool has.
-    std::vector<int32_t> slots;
-    for (int32_t t = 0; t < 800; ++t)
-      slots.push_back(static_cast<int32_t>(d.paged.slot(t % 100 < 96 ? 0 : t / 100, t % 100)));
-    const Tensor list = make_ints(slots), c = make_tensor(DType::kF32, {800, 512}),
+    std::vector<int32_t> slots, own_slots;
+    for (int32_t t = 0; t < 800; ++t) {
+      slots.push_back(pool.slot(t / 100, t % 100));
+      own_slots.push_back(static_cast<int32_t>(d.paged.slot(t / 100, t % 100)));
+    }
+    const Tensor list = make_ints(slots), own_list = make_ints(own_slots), c = make_tensor(DType::kF32, {800, 512}),
                  r = make_tensor(DType::kF32, {800, 64});
-    const LatentGather g{.slots = list.view, .cache = d.pool.view, .latent = c.view, .rope = r.view};
-    for (const std::string& impl : takers(g, name_of(f))) {
-      const verify::Outputs got = verify::run(g, {.impl = impl});
-      EXPECT_EQ(got.fault, "");
-      for (int64_t i = 1; i < 8; ++i) {
-        for (int64_t t = 0; t < 96; ++t)
-          ASSERT_EQ(row_bytes(got, "latent", i * 100 + t, 800), row_bytes(got, "latent", t, 800)) << impl;
-      }
-    }
-    const SparseProblem own(d, 100);
-    SparseProblem common(d, 100);
+    const LatentGather g{.slots = list.view, .cache = pool.cache, .latent = c.view, .rope = r.view};
+    const LatentGather own_gather{.slots = own_list.view, .cache = d.pool.view, .latent = c.view, .rope = r.view};
+    for (const std::string& impl : takers(g, name_of(f)))
+      EXPECT_EQ(verify::run(g, {.impl = impl}), verify::run(own_gather, {.impl = impl})) << impl;
+    const SparseProblem own(d, 100), common(d, 100);
     for (int64_t row = 0; row < 16; ++row) {
-      for (int64_t t = 0; t < 96; ++t)
-        *common.slots.view.ptr<int32_t>(row, t) = static_cast<int32_t>(d.paged.slot(0, t));
+      for (int64_t t = 0; t < 99 + row % 2; ++t) *common.slots.view.ptr<int32_t>(row, t) = pool.slot(row / 2, t);
     }
-    for (const std::string& impl : takers(common.params, name_of(f)))
-      EXPECT_EQ(verify::run(common.params, {.impl = impl}), verify::run(own.params, {.impl = impl})) << impl;
+    SparseAttention lists = common.params;
+    lists.cache = pool.cache;
+    for (const std::string& impl : takers(lists, name_of(f)))
+      EXPECT_EQ(verify::run(lists, {.impl = impl}), verify::run(own.params, {.impl = impl})) << impl;
   }
   for (const IndexerFormat& f : kIndexerFormats) {
-    IndexProblem s(spec, f, 2, 40);
+    const IndexProblem s(spec, f, 2, 40);
     copy_pages_of_first(s.paged, kShared, s.pool.view);
-    const Tensor pages = share(s.paged, s.select.pages);
+    const SharedPool<IndexCacheView> pool(s.paged, kShared, s.pool.view);
     IndexSelect shared = s.select;
-    shared.pages.pages = pages.view;
+    shared.cache = pool.cache;
+    shared.pages.pages = pool.pages.view;
     for (const std::string& impl : takers(shared, to_string(f.cache)))
       EXPECT_EQ(verify::run(shared, {.impl = impl}).of("topk_positions"),
                 verify::run(s.select, {.impl = impl}).of("topk_positions"))
