@@ -78,6 +78,7 @@ void add_cache_options(CLI::App& command, CacheOptions& options) {
       .add_option("--index-dtype", options.index_dtype,
                   fmt::format("Index-key cache of sparse models: {} (fp8 with power-of-two scales)", kIndexNames))
       ->capture_default_str();
+  add_hadamard_option(command, options.index_hadamard);
   add_query_option(command, options.query_dtype);
   command
       .add_option("--page-size", options.page_size, "Tokens of a page: 32 or 64 for dense models, 64 for sparse ones")
@@ -124,6 +125,11 @@ void add_query_option(CLI::App& command, std::string& query_dtype) {
 void add_scale_option(CLI::App& command, std::optional<float>& kv_scale) {
   command.add_option("--kv-scale", kv_scale,
                      "The scale of --kv-dtype e4m3: a value is stored divided by it; default 1");
+}
+
+void add_hadamard_option(CLI::App& command, bool& index_hadamard) {
+  command.add_flag("--index-hadamard", index_hadamard,
+                   "Keep index keys rotated by the Walsh-Hadamard matrix, as DeepSeek-V3.2's own code does");
 }
 
 void warn_unknown_tensors(const Decoder& decoder) {

@@ -53,6 +53,7 @@ struct CacheOptions {
   std::string kv_dtype = "bf16";
   std::optional<float> kv_scale;
   std::string index_dtype = "fp8";
+  bool index_hadamard = false;
   std::string query_dtype = "auto";
   int32_t page_size = 64;
 };
@@ -74,6 +75,8 @@ QueryPrecision query_precision(const std::string& name, LatentFormat latent, boo
 /// --query-dtype alone, and --kv-scale alone.
 void add_query_option(CLI::App& command, std::string& query_dtype);
 void add_scale_option(CLI::App& command, std::optional<float>& kv_scale);
+/// --index-hadamard.
+void add_hadamard_option(CLI::App& command, bool& index_hadamard);
 
 /// Writes a warning for each tensor that the model does not know (up to a few).
 void warn_unknown_tensors(const Decoder& decoder);

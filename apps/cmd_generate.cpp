@@ -184,6 +184,7 @@ void run_generate(const GenerateOptions& o) {
                    .latent_scale = formats.latent_scale,
                    .index_format = formats.index,
                    .index_scale_format = formats.index_scale,
+                   .index_hadamard = o.cache.index_hadamard,
                    .page_size = o.cache.page_size,
                    .num_pages = pages + 1,  // page 0 is nobody's
                    .query = query_precision(o.cache.query_dtype, formats.latent, config.is_dsa()),

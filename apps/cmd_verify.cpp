@@ -23,7 +23,7 @@ struct VerifyOptions {
   std::string query_dtype = "auto";
   int32_t page_size = 64;
   int64_t chunk = 512;
-  bool invariant = false;
+  bool invariant = false, index_hadamard = false;
   std::string backend;
   MachineOptions machine;
 };
@@ -41,7 +41,6 @@ bool verify_model(const VerifyOptions& o, Machine& machine, const std::vector<Go
   const CacheFormats formats = cache_formats(kv_dtype, o.kv_scale, index_dtype);
   Checkpoint checkpoint = Checkpoint::open(*o.model);
   const bool sparse = checkpoint.config().is_dsa();
-  const bool exact = formats.latent == LatentFormat::kF32 && (!sparse || formats.index == IndexKFormat::kF32);
   Decoder decoder(machine.context, checkpoint,
                   {.backend = o.backend,
                    .impl = o.machine.impl,
@@ -49,19 +48,16 @@ bool verify_model(const VerifyOptions& o, Machine& machine, const std::vector<Go
                    .latent_scale = formats.latent_scale,
                    .index_format = formats.index,
                    .index_scale_format = formats.index_scale,
+                   .index_hadamard = o.index_hadamard,
                    .page_size = o.page_size,
                    .num_pages = pages_needed(prompts, o.page_size),
                    .query = query_precision(o.query_dtype, formats.latent, sparse),
                    .invariant = o.invariant,
                    .draft = has_mtp(prompts)});
   warn_unknown_tensors(decoder);
-  // Prompts without a text are those of random weights.
-  const bool trained =
-      std::any_of(prompts.begin(), prompts.end(), [](const GoldenPrompt& p) { return !p.text.empty(); });
-  const GoldenCriteria criteria = exact     ? GoldenCriteria::exact()
-                                  : trained ? GoldenCriteria::narrow()
-                                            : GoldenCriteria::narrow_random();
-  std::printf("latent cache %s%s\n", kv_dtype.c_str(), sparse ? (", index keys " + index_dtype).c_str() : "");
+  const GoldenCriteria criteria = GoldenCriteria::of(prompts, sparse, formats.latent, formats.index);
+  std::printf("latent cache %s%s%s\n", kv_dtype.c_str(), sparse ? (", index keys " + index_dtype).c_str() : "",
+              sparse && o.index_hadamard ? ", rotated" : "");
   bool passed = true;
   for (const GoldenPrompt& prompt : prompts) {
     if (interrupted()) throw Exit{kExitInterrupted};
@@ -170,6 +166,7 @@ void add_verify_command(CLI::App& app) {
                fmt::format("Latent cache: {}; default: fp32 with fp32 index keys, then bf16 with fp8", kLatentNames));
   add_scale_option(c, o.kv_scale);
   c.add_option("--index-dtype", o.index_dtype, fmt::format("Index-key cache: {}", kIndexNames));
+  add_hadamard_option(c, o.index_hadamard);
   add_query_option(c, o.query_dtype);
   c.add_option("--page-size", o.page_size, "Tokens of a page")->capture_default_str();
   c.add_option("--chunk", o.chunk, "Prompt tokens of one prefill step")->capture_default_str();

@@ -8,6 +8,7 @@
 #include "gannet/dtype.h"
 #include "gannet/error.h"
 #include "gannet/executor.h"
+#include "gannet/hadamard.h"
 #include "gannet/index_sharing.h"
 #include "gannet/kv_cache.h"
 #include "gannet/kv_heads.h"

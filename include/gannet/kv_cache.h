@@ -89,6 +89,9 @@ struct IndexCacheView {
   int32_t page_size = 64;
   int64_t page_stride_bytes = 0;  ///< at least page_size * index_k_token_bytes
   Device device{};
+  /// Keys are kept rotated (gannet/hadamard.h). Operations take keys and queries that are rotated already and say so,
+  /// or they refuse: a cache never holds both kinds. Backends rotate by themselves.
+  bool hadamard = false;
 
   constexpr int64_t num_slots() const noexcept { return num_pages * page_size; }
   /// Address of a token's values. Within a page the values of all formats lie token by token from offset 0.
@@ -102,7 +105,9 @@ struct IndexCacheView {
                                     static_cast<int64_t>(page_size) * head_dim) +
            slot % page_size;
   }
-  auto options() const { return std::tuple{format, scale_format, head_dim, num_pages, page_size, page_stride_bytes}; }
+  auto options() const {
+    return std::tuple{format, scale_format, head_dim, num_pages, page_size, page_stride_bytes, hadamard};
+  }
 };
 
 }  // namespace v0

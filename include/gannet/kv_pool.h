@@ -52,6 +52,7 @@ struct IndexKPoolOptions {
   int64_t num_pages = 0;  ///< page 0 included
   int32_t page_size = 64;
   int64_t page_stride_bytes = 0;  ///< 0: the page's bytes rounded up to kBaseAlignment
+  bool hadamard = false;          ///< keys are kept rotated, for the life of the pool; head_dim is a power of two
 };
 
 struct PoolSizes {

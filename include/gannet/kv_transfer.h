@@ -58,6 +58,7 @@ struct PageLayout {
   IndexKFormat index_format{};
   ScaleFormat index_scale_format{};
   int32_t index_head_dim = 0;
+  bool index_hadamard = false;   ///< rotated keys are no use to a pool of others
   int64_t index_page_bytes = 0;  ///< page_size * index_k_token_bytes; 0 without an index cache
 
   int64_t page_bytes() const noexcept { return latent_page_bytes + index_page_bytes; }

@@ -74,13 +74,14 @@ struct IndexKWrite {
   TensorView k;      ///< fp32 or bf16 [rows, Di]
   TensorView slots;  ///< int32 or int64 [rows]; negative: the row is skipped
   IndexCacheView cache;
+  bool hadamard = false;  ///< k is rotated (gannet/hadamard.h): as the cache says, else refused
 
   template <class Self, class F>
   static void for_each_view(Self& s, F&& f) {
     f("k", s.k);
     f("slots", s.slots);
   }
-  auto options() const { return cache.options(); }
+  auto options() const { return std::tuple_cat(cache.options(), std::tuple{hadamard}); }
 };
 
 /// Gathers and dequantises index keys; a negative slot gives zeros.
@@ -88,14 +89,15 @@ struct IndexKGather {
   static constexpr const char* kName = "index_k_gather";
   TensorView slots;  ///< int32 or int64 [rows]
   IndexCacheView cache;
-  TensorView k;  ///< out, fp32 or bf16 [rows, Di]
+  TensorView k;           ///< out, fp32 or bf16 [rows, Di]
+  bool hadamard = false;  ///< k comes rotated (gannet/hadamard.h): as the cache says, else refused
 
   template <class Self, class F>
   static void for_each_view(Self& s, F&& f) {
     f("slots", s.slots);
     f("k", s.k);
   }
-  auto options() const { return cache.options(); }
+  auto options() const { return std::tuple_cat(cache.options(), std::tuple{hadamard}); }
 };
 
 enum class RopePairing : uint8_t {
@@ -232,6 +234,7 @@ struct IndexLogits {
   QueryRows rows;
   /// out, fp32 or bf16 (the fp32 value, rounded once) [rows, max_keys]; columns that a row does not see are left alone
   TensorView logits;
+  bool hadamard = false;  ///< q is rotated (gannet/hadamard.h): as the cache says, else refused
 
   template <class Self, class F>
   static void for_each_view(Self& s, F&& f) {
@@ -241,7 +244,9 @@ struct IndexLogits {
     QueryRows::for_each_view(s.rows, f);
     f("logits", s.logits);
   }
-  auto options() const { return std::tuple_cat(cache.options(), pages.options(), rows.options()); }
+  auto options() const {
+    return std::tuple_cat(cache.options(), pages.options(), rows.options(), std::tuple{hadamard});
+  }
 };
 
 /// Exact top-k of each row (spec 0.1.9, A.8): total order NaN < -inf < finite < +inf, -0 = +0, the smaller position
@@ -277,6 +282,7 @@ struct IndexSelect {
   TensorView topk_slots;           ///< out, int32 [rows, k]
   TensorView topk_lens;            ///< out, int32 [rows]
   TensorView topk_positions = {};  ///< out, optional int32 [rows, k]
+  bool hadamard = false;           ///< q is rotated (gannet/hadamard.h): as the cache says, else refused
 
   template <class Self, class F>
   static void for_each_view(Self& s, F&& f) {
@@ -289,7 +295,7 @@ struct IndexSelect {
     f("topk_positions", s.topk_positions);
   }
   auto options() const {
-    return std::tuple_cat(cache.options(), pages.options(), rows.options(), std::tuple{max_seq_len});
+    return std::tuple_cat(cache.options(), pages.options(), rows.options(), std::tuple{hadamard, max_seq_len});
   }
 };
 

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "core/implementation.h"
+#include "gannet/hadamard.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -131,6 +132,12 @@ void BackendCore::bind(std::span<const LayerCaches> layers) {
       refuse(kCall, "the index cache of layer {} has {} pages of {} tokens; its latent cache has {} of {}", l,
              index.num_pages, index.page_size, latent.num_pages, latent.page_size);
     if (first_index == nullptr) first_index = &index;
+    if (index.hadamard && index.device.kind != DeviceKind::kCpu)
+      refuse_unsupported(kCall, "hadamard of the index cache of layer {} is true on {}; accepted: on the host", l,
+                         to_string(index.device));
+    if (index.hadamard != first_index->hadamard)
+      refuse(kCall, "hadamard of the index cache of layer {} is {}; accepted: {}, that of the first one", l,
+             index.hadamard, first_index->hadamard);
     if (index.format != first_index->format || index.scale_format != first_index->scale_format ||
         index.page_stride_bytes != first_index->page_stride_bytes)
       refuse(kCall, "the index cache of layer {} is {} with a stride of {} bytes; the first one is {} with {}", l,
@@ -207,11 +214,15 @@ void BackendCore::probe(const LayerCaches& caches) const {
     sparse.softmax_scale = config_.softmax_scale;
     plan(sparse);
     if (!caches.index) return;
-    plan(IndexKWrite{.k = tensor(t, {1, config_.indexer.head_dim}), .slots = slots, .cache = *caches.index});
+    plan(IndexKWrite{.k = tensor(t, {1, config_.indexer.head_dim}),
+                     .slots = slots,
+                     .cache = *caches.index,
+                     .hadamard = caches.index->hadamard});
     IndexSelect select;
     select.q = tensor(t, {1, config_.indexer.num_heads, config_.indexer.head_dim});
     select.weights = tensor(DType::kF32, {1, config_.indexer.num_heads});
     select.cache = *caches.index;
+    select.hadamard = caches.index->hadamard;
     select.pages = pages;
     select.rows = rows;
     select.max_seq_len = config_.page_size;
@@ -453,8 +464,26 @@ void BackendCore::write(const char* call, int32_t l, StepRows part, const KvRows
   const TensorView slots = on_device(view(plan.write_slots().data() + range.begin, {rows}));
   open_layer(l);
   run(LatentWrite{.latent = kv.latent, .rope = kv.rope, .slots = slots, .cache = caches.latent});
-  if (caches.index) run(IndexKWrite{.k = kv.index_k, .slots = slots, .cache = *caches.index});
+  if (caches.index)
+    run(IndexKWrite{.k = rotated(kv.index_k, *caches.index, rotated_k_),
+                    .slots = slots,
+                    .cache = *caches.index,
+                    .hadamard = caches.index->hadamard});
   record_written(l, part);
+}
+
+TensorView BackendCore::rotated(const TensorView& x, const IndexCacheView& cache, Buffer& room) {
+  if (!cache.hadamard) return x;
+  TensorView y = x;
+  int64_t n = 1;
+  for (int d = y.rank - 1; d >= 0; --d) {
+    y.stride[d] = n;
+    n *= y.shape[d];
+  }
+  room.reserve(static_cast<size_t>(n) * size_of(y.dtype), memory_);
+  y.data = room.data();
+  hadamard(context_, x, y);
+  return y;
 }
 
 void BackendCore::apply(const char* call, int32_t l, StepRows part, const StepWrite& w) {

@@ -91,6 +91,9 @@ class BackendCore {
   /// Makes a buffer of the device at least that large. What it had is kept for the graphs that captured it.
   void grow(Buffer& buffer, size_t bytes);
 
+  /// The queries of a select call as the cache has its keys: rotated into memory of the backend, or as they are.
+  TensorView rotated_query(const TensorView& q, const IndexCacheView& cache) { return rotated(q, cache, rotated_q_); }
+
   /// Checks the tensors of an attention call and writes its rows. False where there are none: nothing is to be done.
   bool begin_attend(const AttendCall& call);
 
@@ -116,6 +119,7 @@ class BackendCore {
     DeviceArrays arrays;
   };
 
+  TensorView rotated(const TensorView& x, const IndexCacheView& cache, Buffer& room);
   std::string where(const char* call) const { return name_ + " " + call; }
   /// Throws unless an implementation takes these caches, so that a pool is refused when it is bound rather than by the
   /// first layer of the first step.
@@ -152,7 +156,7 @@ class BackendCore {
   const Planned* base_ = &eager_;   // what advance goes on from
   std::vector<int32_t> base_lens_;  // of base_, which an advance into it overwrites
   std::vector<int32_t> next_lens_;
-  Buffer workspace_;
+  Buffer workspace_, rotated_q_, rotated_k_;
   std::vector<Buffer> outgrown_;
 };
 

@@ -43,9 +43,10 @@ class DsaBackend final : public CommonBackend {
     core_.apply(kCall, call.layer, part, call.write);
     if (rows == 0) return;
     IndexSelect op;
-    op.q = call.q;
-    op.weights = call.weights;
     op.cache = *core_.open_layer(call.layer).index;
+    op.q = core_.rotated_query(call.q, op.cache);
+    op.hadamard = op.cache.hadamard;
+    op.weights = call.weights;
     op.pages = core_.pages(part);
     op.rows = core_.query_rows(part);
     // The reach of the plan's table, which grows by doubling: the longest row itself would be a new shape each step.

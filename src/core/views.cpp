@@ -195,7 +195,15 @@ void check_cache(const char* function, const IndexCacheView& c, Device device) {
     fail_argument(function, "cache.scale_format is {}; accepted: a ScaleFormat", static_cast<int>(c.scale_format));
   if (c.head_dim <= 0 || c.head_dim % kWidthMultiple != 0)
     fail_argument(function, "cache.head_dim is {}; accepted: a positive multiple of {}", c.head_dim, kWidthMultiple);
+  if (c.hadamard && (c.head_dim & (c.head_dim - 1)) != 0)
+    fail_argument(function, "cache.head_dim is {}; accepted: a power of two (hadamard is true)", c.head_dim);
   check_pages(function, c, index_k_token_bytes(c.format, c.head_dim), device);
+}
+
+void check_hadamard(const char* function, const IndexCacheView& cache, bool hadamard) {
+  if (hadamard != cache.hadamard)
+    fail_argument(function, "hadamard is {}; accepted: {}, as the cache has it: rotated rows and others never mix",
+                  hadamard, cache.hadamard);
 }
 
 void check_paged_rows(const char* function, const PageTableView& pages, const QueryRows& rows, int64_t num_rows) {

@@ -51,6 +51,8 @@ void check_softmax_scale(const char* function, float scale);
 void check_query_scale(const char* function, DType q, LatentFormat cache, float scale);
 void check_cache(const char* function, const LatentCacheView& cache, Device device);
 void check_cache(const char* function, const IndexCacheView& cache, Device device);
+/// Throws unless keys or queries are rotated where the cache's are, and only there.
+void check_hadamard(const char* function, const IndexCacheView& cache, bool hadamard);
 /// The page table and the query rows of a call with `num_rows` rows.
 void check_paged_rows(const char* function, const PageTableView& pages, const QueryRows& rows, int64_t num_rows);
 

@@ -88,6 +88,8 @@ PoolSizes index_k_pool_sizes(const IndexKPoolOptions& o) {
   for (size_t i = 0; i < o.layers.size(); ++i)
     if (o.layers[i] < 0 || (i > 0 && o.layers[i] <= o.layers[i - 1]))
       fail_argument(kName, "layers[{}] is {}; accepted: ascending layer numbers from 0", i, o.layers[i]);
+  if (o.hadamard && (o.head_dim & (o.head_dim - 1)) != 0)
+    fail_argument(kName, "head_dim is {}; accepted: a power of two (hadamard is true)", o.head_dim);
   const int64_t token_bytes = index_k_token_bytes(o.format, o.head_dim);
   if (token_bytes <= 0) fail_argument(kName, "format is {}; accepted: an IndexKFormat", static_cast<int>(o.format));
   return pool_sizes(kName, token_bytes, static_cast<int64_t>(o.layers.size()), o.num_pages, o.page_size,
@@ -143,6 +145,7 @@ IndexCacheView IndexKPool::layer(int32_t layer) const {
   v.data = memory_.data() + place * sizes_.layer_stride_bytes;
   v.format = options_.format;
   v.scale_format = options_.scale_format;
+  v.hadamard = options_.hadamard;
   v.head_dim = options_.head_dim;
   v.num_pages = options_.num_pages;
   v.page_size = options_.page_size;

@@ -212,6 +212,7 @@ PageLayout page_layout(const LayerCaches& layer) {
   if (!layer.index) return p;
   p.has_index = true;
   p.index_format = layer.index->format;
+  p.index_hadamard = layer.index->hadamard;
   // The scale format of other rows is never looked at.
   p.index_scale_format = p.index_format == IndexKFormat::kE4m3 ? layer.index->scale_format : ScaleFormat{};
   p.index_head_dim = layer.index->head_dim;

@@ -325,7 +325,8 @@ void Decoder::make_backend() {
                             .scale_format = options_.index_scale_format,
                             .head_dim = static_cast<int32_t>(c.index_head_dim),
                             .num_pages = options_.num_pages,
-                            .page_size = options_.page_size};
+                            .page_size = options_.page_size,
+                            .hadamard = options_.index_hadamard};
     for (int32_t i = 0; i < num_layers; ++i)
       if (layers_[static_cast<size_t>(i)].config.indexer) index.layers.push_back(i);
     if (options_.draft) index.layers.push_back(num_layers);

@@ -49,6 +49,7 @@ struct DecoderOptions {
   float latent_scale = 0.0f;  ///< LatentFormat::kE4m3 only
   IndexKFormat index_format = IndexKFormat::kE4m3;
   ScaleFormat index_scale_format = ScaleFormat::kFp32;
+  bool index_hadamard = false;  ///< keep index keys rotated (gannet/hadamard.h)
   int32_t page_size = 64;
   int64_t num_pages = 0;                 ///< of the pools, page 0 included
   int64_t max_context_len = 0;           ///< tokens; 0: the checkpoint's max_position_embeddings

@@ -11,6 +11,7 @@ void check(const IndexKGather& p) {
   check_tensor(fn, "k", p.k, {DType::kF32, DType::kBf16}, {{"rows", p.slots.shape[0]}, {"head_dim", p.cache.head_dim}},
                Access::kWrite);
   check_cache(fn, p.cache, p.slots.device);
+  check_hadamard(fn, p.cache, p.hadamard);
 }
 
 template <>

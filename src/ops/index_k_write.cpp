@@ -10,6 +10,7 @@ void check(const IndexKWrite& p) {
   check_tensor(fn, "k", p.k, {DType::kF32, DType::kBf16}, {{"rows"}, {"head_dim", p.cache.head_dim}});
   check_tensor(fn, "slots", p.slots, {DType::kI32, DType::kI64}, {{"rows", p.k.shape[0]}});
   check_cache(fn, p.cache, p.k.device);
+  check_hadamard(fn, p.cache, p.hadamard);
 }
 
 template <>

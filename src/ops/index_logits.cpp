@@ -12,6 +12,7 @@ void check(const IndexLogits& p) {
   const int64_t rows = p.q.shape[0];
   check_tensor(fn, "weights", p.weights, {DType::kF32}, {{"rows", rows}, {"index_heads", p.q.shape[1]}});
   check_cache(fn, p.cache, p.q.device);
+  check_hadamard(fn, p.cache, p.hadamard);
   check_paged_rows(fn, p.pages, p.rows, rows);
   check_tensor(fn, "logits", p.logits, {DType::kF32, DType::kBf16}, {{"rows", rows}, {"max_keys"}}, Access::kWrite);
 }

@@ -12,6 +12,7 @@ void check(const IndexSelect& p) {
   const int64_t rows = p.q.shape[0];
   check_tensor(fn, "weights", p.weights, {DType::kF32}, {{"rows", rows}, {"index_heads", p.q.shape[1]}});
   check_cache(fn, p.cache, p.q.device);
+  check_hadamard(fn, p.cache, p.hadamard);
   check_paged_rows(fn, p.pages, p.rows, rows);
   if (p.max_seq_len < 0 || p.max_seq_len > std::numeric_limits<int32_t>::max())
     fail_argument(fn, "max_seq_len is {}; accepted: 0 to 2^31 - 1", p.max_seq_len);

@@ -193,6 +193,7 @@ TEST(Generate, TakesEveryFormatThatTheFamilyAllows) {
        std::vector<std::pair<std::string, int64_t>>{{"fp32", 512}, {"bf16", 256}, {"fp8", 132}, {"fp8_pow2", 132}})
     EXPECT_EQ(bytes("tiny-dsv32", {"--index-dtype", name}), 4 * (1152 + size)) << name;
   EXPECT_EQ(bytes("v3-yarn", {"--kv-dtype", "e4m3", "--kv-scale", "0.25"}), 3 * 576);
+  EXPECT_EQ(bytes("tiny-dsv32", {"--index-dtype", "fp8", "--index-hadamard"}), 4 * (1152 + 132));
   // What info lists is what generate takes.
   const Ran info = gannet_command({"info", "--model", kModel, "--json"});
   const nlohmann::json cost = nlohmann::json::parse(info.out)["model"]["kv_bytes_per_token"];
