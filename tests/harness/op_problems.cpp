@@ -141,7 +141,7 @@ constexpr int32_t kPageSizes[] = {64, 1, 2, 3, 16, 32, 48, 100, 128, 1024};
 PagedSpec draw_requests(Source& in, const Surroundings& around) {
   PagedSpec spec;
   const auto n = in.between(0, 4);
-  const auto longest = in.one_in(8) ? 700 : in.pick({20, 70, 140});
+  const auto longest = in.one_in(16) ? 500 : in.pick({20, 70, 140});
   for (int64_t i = 0; i < n; ++i) {
     switch (in.between(0, 5)) {
       case 0: spec.seq_lens.push_back(0); break;
@@ -225,7 +225,7 @@ Absorbed draw_absorbed(Source& in, const Surroundings& around, Keep& keep, bool 
   RowGeometry g = in.pick(kGeometries);
   if (a.format.cache != LatentFormat::kPacked656 && in.one_in(4)) g = in.pick(kOddGeometries);
   if (in.one_in(6)) a.format.out = a.format.out == DType::kF32 ? DType::kBf16 : DType::kF32;
-  a.heads = in.one_in(6) ? in.pick<int64_t>({5, 8, 16, 17, 33}) : in.between(1, 4);
+  a.heads = in.one_in(10) ? in.pick<int64_t>({5, 8, 16, 17, 33}) : in.between(1, 4);
   // Queries of one byte over caches of one byte.
   const bool narrow_q = (a.format.cache == LatentFormat::kE4m3 || a.format.cache == LatentFormat::kE4m3PerToken) &&
                         a.format.q == DType::kBf16 && in.one_in(3);
@@ -691,7 +691,7 @@ OpProblem<RaggedPrefill> make_problem(Source in, const Surroundings& around) {
   };
   Shape s;
   const int64_t requests = in.between(0, 4);
-  const int64_t longest = in.one_in(8) ? 400 : in.pick<int64_t>({10, 40, 140});
+  const int64_t longest = in.one_in(16) ? 300 : in.pick<int64_t>({10, 40, 140});
   for (int64_t i = 0; i < requests; ++i) {
     s.q_lens.push_back(static_cast<int32_t>(in.one_in(4) ? 0 : in.between(1, in.one_in(4) ? 70 : 8)));
     // A prefix before the rows, fewer keys than rows, or no keys.

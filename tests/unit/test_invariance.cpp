@@ -52,7 +52,9 @@ void expect_invariance(size_t formats) {
   }
   seen.erase("");
   for (const std::string& format : seen) std::cout << "  " << format << "\n";
-  if (kProblems >= 150) EXPECT_GE(seen.size(), formats);
+  if (kProblems >= 150) {
+    EXPECT_GE(seen.size(), formats);
+  }
 }
 
 size_t formats_of(const std::string& op) {
