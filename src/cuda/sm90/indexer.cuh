@@ -8,12 +8,13 @@
 // with one row reads 132 bytes and writes 4 for each: 4.4 TB/s are 33 G a second, bound by memory with room for two
 // rows.
 //
-// Roles. 16 warps, four warpgroups, all alike. A warpgroup takes tiles of 64 keys as M; a warp's 16 keys of it come by
-// cp.async into a ring of its own (three stages of 2 KB), so warps never wait for each other but in wgmma itself. Keys
-// go to registers once (16 a thread) and stay there as the A operand for all rows of the unit; queries are B in shared
-// memory, e4m3 as they are, 128 columns at a time: two rows of 64 heads or four of 32. 64 accumulators a thread, so
-// that 512 threads fit 128 registers each. While one warpgroup waits for its products the other three do relu and
-// weights; no double buffer within a warpgroup.
+// Roles. 16 warps, four warpgroups, all alike. A warpgroup takes tiles of 64 keys as M; a warp's 16 keys of it come into
+// a ring of its own (three stages of 2 KB and 16 scales) as bulk copies, or by cp.async where pages hold no run of 16
+// keys, so warps never wait for each other but in wgmma itself. Page ids are looked up an item ahead. Keys go to
+// registers once (16 a thread) and stay there as the A operand for all rows of the unit; queries are B in shared memory,
+// e4m3 as they are, 64 columns at a time: a row of 64 heads or two of 32. Two sets of 32 accumulators a thread: the
+// products of a step run under relu and weights of the one before, four steps unrolled, since ptxas waits for products
+// that are under way across a branch. 512 threads of 128 registers.
 //
 // Operand order. K is permuted in both operands alike. Of a key a thread (lane % 4 = t) holds the 16 bytes
 // [64 c + 16 t, + 16) for c = 0, 1; a step of 32 takes two words of each. In a head's 128 bytes of B the words
@@ -28,8 +29,7 @@
 // Shared memory: rings 16 * 3 * (2,048 + 64) bytes = 99 KB; queries 8 KB a row of 64 heads, eight rows: 64 KB; weights.
 // Units, schedule, determinism: index_units.cuh, and as cuda/mma/indexer.cuh says.
 //
-// Prediction for H200: prefill 1,000 TFLOP/s; decode as DeepGEMM, 4.0 TB/s for one row, 3.5 for two; batch 1 of 4,096
-// keys 6 us.
+// Measured on an H200, and what was tried: docs/kernels/indexer_cuda.md.
 #pragma once
 
 #include <type_traits>
