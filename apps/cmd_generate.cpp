@@ -264,7 +264,7 @@ void run_generate(const GenerateOptions& o) {
     out["attention_share_of_time"] = attention_share;
     out["backend"] = decoder.backend().name();
     for (const auto& [op, impl] : decoder.backend().implementations()) out["implementations"][op] = impl;
-    out["projections"] = decoder.projector().impl();
+    out["projections"] = decoder.compute().name();
     out["gemm_library"] = Projector::gemm_library();
     out["threads"] = machine.pool.num_workers();
     out["invariant"] = o.invariant;
@@ -297,7 +297,7 @@ void run_generate(const GenerateOptions& o) {
     t.row("attention", fmt::format("{:.1f} % of the time, backend {}, {}", 100.0 * attention_share,
                                    decoder.backend().name(), implementations_text(decoder)));
     t.row("projections",
-          fmt::format("{}{}; GEMM library {}", decoder.projector().impl(), o.invariant ? ", invariant" : "",
+          fmt::format("{}{}; GEMM library {}", decoder.compute().name(), o.invariant ? ", invariant" : "",
                       o.invariant ? "not used" : Projector::gemm_library()));
     t.row("threads", std::to_string(machine.pool.num_workers()));
     t.row("memory",

@@ -72,7 +72,7 @@ bool verify_model(const VerifyOptions& o, Machine& machine, const std::vector<Go
   std::string impls;
   for (const auto& [op, impl] : decoder.backend().implementations())
     impls += fmt::format("{}{}: {}", impls.empty() ? "" : ", ", op, impl);
-  std::printf("  ran on %s; projections: %s; threads: %d\n", impls.c_str(), decoder.projector().impl(),
+  std::printf("  ran on %s; projections: %s; threads: %d\n", impls.c_str(), decoder.compute().name(),
               machine.pool.num_workers());
   return passed;
 }

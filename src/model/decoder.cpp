@@ -3,10 +3,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstring>
+#include <deque>
 
 #include "core/format.h"
-#include "model/norm.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -40,9 +39,14 @@ constexpr auto kNormTypes = {DType::kF32, DType::kBf16};
 /// Takes tensors out of a checkpoint.
 class Loader {
  public:
-  Loader(Checkpoint& checkpoint, const ModelConfig& config) : checkpoint_(checkpoint), config_(config) {}
+  Loader(Checkpoint& checkpoint, const ModelConfig& config, Compute& compute)
+      : checkpoint_(checkpoint), config_(config), compute_(compute) {}
 
-  WeightView weight(const std::string& name, int64_t rows, int64_t cols) {
+  WeightView weight(const std::string& name, int64_t rows, int64_t cols, bool exact = false) {
+    return compute_.place(file_weight(name, rows, cols), exact);
+  }
+
+  WeightView file_weight(const std::string& name, int64_t rows, int64_t cols) {
     const TensorRef& t = checkpoint_.require(name, kWeightTypes, {rows, cols});
     WeightView w{.data = t.data, .dtype = t.dtype, .rows = rows, .cols = cols};
     if (t.dtype != DType::kE4m3) return w;
@@ -57,11 +61,13 @@ class Loader {
     return w;
   }
 
-  std::vector<float> vector(const std::string& name, int64_t size) {
+  const float* vector(const std::string& name, int64_t size) {
     std::vector<float> v(static_cast<size_t>(size));
     checkpoint_.require(name, kNormTypes, {size}).to_float(v.data());
-    return v;
+    return compute_.place(std::move(v));
   }
+
+  int32_t experts(std::vector<MlpWeights> all) { return compute_.place_experts(std::move(all)); }
 
   MlpWeights mlp(const std::string& prefix, int64_t width) {
     return {.gate = weight(prefix + "gate_proj.weight", width, config_.hidden_size),
@@ -72,6 +78,7 @@ class Loader {
  private:
   Checkpoint& checkpoint_;
   const ModelConfig& config_;
+  Compute& compute_;
 };
 
 /// True for "model.layers.N." with N at or beyond the decoder's layers: the MTP layers.
@@ -83,19 +90,6 @@ bool is_mtp_tensor(const std::string& name, int64_t num_layers) {
   for (; i < name.size() && name[i] >= '0' && name[i] <= '9' && layer < num_layers; ++i)
     layer = layer * 10 + (name[i] - '0');
   return layer >= num_layers;
-}
-
-void to_bf16(Executor& executor, const float* x, int64_t n, Bf16* out) {
-  constexpr int64_t kPerTask = 1 << 16;
-  executor.parallel_for((n + kPerTask - 1) / kPerTask, [&](int64_t task, int) {
-    for (int64_t i = task * kPerTask; i < std::min(n, (task + 1) * kPerTask); ++i) out[i] = Bf16::from_float(x[i]);
-  });
-}
-
-/// Values, grown without keeping them.
-float* room(std::vector<float>& v, int64_t n) {
-  if (static_cast<int64_t>(v.size()) < n) v.resize(static_cast<size_t>(n));
-  return v.data();
 }
 
 }  // namespace
@@ -128,6 +122,8 @@ AttentionConfig attention_config(const ModelConfig& c, const DecoderOptions& opt
   config.max_context_len = options.max_context_len > 0 ? options.max_context_len : c.max_position_embeddings;
   config.prefix_chunk_capacity = options.prefix_chunk_capacity;
   config.plan.impl = options.impl;
+  config.plan.batch_invariant = options.invariant;
+  config.device = options.device;
   return config;
 }
 
@@ -161,59 +157,62 @@ std::vector<LatentFormat> latent_formats(const ModelConfig& c) {
 struct Decoder::Layer {
   void load(Loader& loader, const ModelConfig& c, const LayerConfig& layer_config, const std::string& prefix);
   LayerConfig config;
-  std::vector<float> input_norm, post_norm, q_norm, kv_norm;
+  const float *input_norm = nullptr, *post_norm = nullptr, *q_norm = nullptr, *kv_norm = nullptr;
   WeightView q_a, q_b, kv_a, kv_b, o;  // without a q latent q_b is q_proj, over the hidden state
   WeightView index_q, index_k, index_weights;
-  std::vector<float> index_norm_weight, index_norm_bias;
+  const float *index_norm_weight = nullptr, *index_norm_bias = nullptr;
   MlpWeights mlp;  // dense layers; MoE layers: the shared experts, as one
   WeightView router;
-  std::vector<float> router_bias;
-  std::vector<MlpWeights> experts;
+  const float* router_bias = nullptr;
+  int32_t experts = -1;  // their number in Compute
 };
 
 /// The MTP layer: a decoder layer over what the embedding of the next token and the hidden state are mixed to.
 /// Embedding and lm_head are the main model's; published files hold copies of them.
 struct Decoder::Mtp {
-  std::vector<float> embed_norm, hidden_norm, head_norm;
+  const float *embed_norm = nullptr, *hidden_norm = nullptr, *head_norm = nullptr;
   WeightView mix;  // eh_proj [D, 2D], the embedding's half first
   Layer layer;
 };
 
 /// Buffers of one step, by what lies in them. [rows, ...] of the step.
 struct Decoder::Scratch {
-  std::vector<float> x;         // [rows, D] the residual stream
-  std::vector<float> normed;    // [rows, D]
-  std::vector<float> branch;    // [rows, D] what a layer adds
-  std::vector<float> q_latent;  // [rows, q_lora_rank]
-  std::vector<float> q;         // [rows, H, N+P]
-  std::vector<float> kv;        // [rows, R+P]
-  std::vector<float> latent;    // [rows, R]
-  std::vector<float> rope;      // [rows, P]
-  std::vector<float> index_q, index_k, index_weights;
-  std::vector<float> absorbed;  // [rows, H, R+P]
-  std::vector<float> attended;  // [rows, H, R]
-  std::vector<float> heads;     // [rows, H, V]
-  std::vector<float> k_nope, v;
-  std::vector<float> expand_latent, expand_k, expand_v;
-  std::vector<Bf16> q16, k16, rope16, v16, out16, index_q16;
-  std::vector<float> router_logits, router_weights;
-  std::vector<int32_t> router_ids;
-  std::vector<float> logit_rows;
-  std::vector<float> hidden;        // [rows, D] normalised, of the last forward(), for drafts
-  std::vector<float> draft_hidden;  // [rows, D] normalised, of the last draft step
-  std::vector<float> gathered;      // [requests, D] rows of it
-  std::vector<float> mix_in;        // [rows, 2D]
-  MlpScratch mlp;
+  explicit Scratch(MemoryResource& m) : memory(m) {}
+  MemoryResource& memory;
+  Array x{memory};         // [rows, D] the residual stream
+  Array normed{memory};    // [rows, D]
+  Array branch{memory};    // [rows, D] what a layer adds
+  Array q_latent{memory};  // [rows, q_lora_rank]
+  Array q{memory};         // [rows, H, N+P]
+  Array kv{memory};        // [rows, R+P]
+  Array latent{memory};    // [rows, R]
+  Array rope{memory};      // [rows, P]
+  Array index_q{memory}, index_k{memory}, index_weights{memory};
+  Array absorbed{memory};  // [rows, H, R+P]
+  Array attended{memory};  // [rows, H, R]
+  Array heads{memory};     // [rows, H, V]
+  Array k_nope{memory}, v{memory};
+  Array expand_latent{memory}, expand_k{memory}, expand_v{memory};
+  Array q16{memory}, k16{memory}, rope16{memory}, v16{memory}, out16{memory}, index_q16{memory};
+  Array router_logits{memory};
+  Array logit_rows{memory};    // [wanted rows, D]
+  Array logits{memory};        // [wanted rows, vocab], of a GPU
+  Array hidden{memory};        // [rows, D] normalised, of the last forward(), for drafts
+  Array draft_hidden{memory};  // [rows, D] normalised, of the last draft step
+  Array gathered{memory};      // [requests, D] rows of it
+  Array mix_in{memory};        // [rows, 2D]
 };
 
 Decoder::Decoder(const Context& context, Checkpoint& checkpoint, const DecoderOptions& options)
     : context_(&context),
       config_(checkpoint.config()),
       options_(options),
-      executor_(context.executor != nullptr ? context.executor : &serial_),
-      projector_(*executor_, {.invariant = options.invariant, .impl = projector_impl(options.impl)}),
+      compute_(make_compute(context,
+                            {.device = options.device,
+                             .precision = options.precision,
+                             .projector = {.invariant = options.invariant, .impl = projector_impl(options.impl)}})),
       rope_(config_.rope, config_.qk_rope_head_dim),
-      scratch_(std::make_unique<Scratch>()) {
+      scratch_(std::make_unique<Scratch>(compute_->memory())) {
   if (options_.max_context_len <= 0) options_.max_context_len = config_.max_position_embeddings;
   load(checkpoint);
   if (options_.draft && !draft_refusal_.empty()) fail(ErrorCode::kUnsupported, "draft", "{}", draft_refusal_);
@@ -252,16 +251,18 @@ void Decoder::Layer::load(Loader& loader, const ModelConfig& c, const LayerConfi
     mlp = loader.mlp(prefix + "mlp.", c.intermediate_size);
     return;
   }
-  router = loader.weight(prefix + "mlp.gate.weight", c.n_routed_experts, dim);
+  router = loader.weight(prefix + "mlp.gate.weight", c.n_routed_experts, dim, true);
   router_bias = loader.vector(prefix + "mlp.gate.e_score_correction_bias", c.n_routed_experts);
+  std::vector<MlpWeights> all;
   for (int64_t e = 0; e < c.n_routed_experts; ++e)
-    experts.push_back(loader.mlp(fmt::format("{}mlp.experts.{}.", prefix, e), c.moe_intermediate_size));
+    all.push_back(loader.mlp(fmt::format("{}mlp.experts.{}.", prefix, e), c.moe_intermediate_size));
+  experts = loader.experts(std::move(all));
   if (c.n_shared_experts > 0)
     mlp = loader.mlp(prefix + "mlp.shared_experts.", c.moe_intermediate_size * c.n_shared_experts);
 }
 
 void Decoder::load(Checkpoint& checkpoint) {
-  Loader loader(checkpoint, config_);
+  Loader loader(checkpoint, config_, *compute_);
   const ModelConfig& c = config_;
   embed_ = loader.weight("model.embed_tokens.weight", c.vocab_size, c.hidden_size);
   lm_head_ = c.tie_word_embeddings ? embed_ : loader.weight("lm_head.weight", c.vocab_size, c.hidden_size);
@@ -292,7 +293,7 @@ void Decoder::load_mtp(Checkpoint& checkpoint) {
         directory, prefix);
     return;
   }
-  Loader loader(checkpoint, config_);
+  Loader loader(checkpoint, config_, *compute_);
   auto mtp = std::make_unique<Mtp>();
   try {
     mtp->embed_norm = loader.vector(prefix + "enorm.weight", c.hidden_size);
@@ -311,7 +312,9 @@ void Decoder::load_mtp(Checkpoint& checkpoint) {
 
 void Decoder::make_backend() {
   const ModelConfig& c = config_;
-  backend_ = make_attention_backend(*context_, attention_config(c, options_), options_.backend);
+  MemoryResource& memory = compute_->memory();
+  backend_ = make_attention_backend(*context_, attention_config(c, options_), options_.backend, memory);
+  backend_->set_stream(compute_->stream());
   const RowGeometry geometry = backend_->config().geometry;
   const auto num_layers = static_cast<int32_t>(layers_.size());
   latent_pool_ = std::make_unique<LatentPool>(LatentPoolOptions{.num_layers = num_layers + int32_t{options_.draft},
@@ -319,7 +322,8 @@ void Decoder::make_backend() {
                                                                 .geometry = geometry,
                                                                 .num_pages = options_.num_pages,
                                                                 .page_size = options_.page_size,
-                                                                .scale = options_.latent_scale});
+                                                                .scale = options_.latent_scale},
+                                              memory);
   if (c.is_dsa()) {
     IndexKPoolOptions index{.format = options_.index_format,
                             .scale_format = options_.index_scale_format,
@@ -330,10 +334,10 @@ void Decoder::make_backend() {
     for (int32_t i = 0; i < num_layers; ++i)
       if (layers_[static_cast<size_t>(i)].config.indexer) index.layers.push_back(i);
     if (options_.draft) index.layers.push_back(num_layers);
-    index_pool_ = std::make_unique<IndexKPool>(index);
+    index_pool_ = std::make_unique<IndexKPool>(index, memory);
     const auto topk = static_cast<int32_t>(c.index_topk);
     for (auto* buffer : {&selection_, &draft_selection_, &next_draft_selection_})
-      *buffer = std::make_unique<SelectionBuffer>(topk, true);
+      *buffer = std::make_unique<SelectionBuffer>(topk, true, memory);
   }
   backend_->bind(layer_caches(*latent_pool_, index_pool_.get()));
 }
@@ -364,6 +368,18 @@ void Decoder::capture(int32_t num_requests, int32_t q_len) {
   captured_.push_back(shape);
 }
 
+/// The RoPE table as far as the step needs it. On a GPU all of it at once: recorded steps read it where it lies.
+void Decoder::reserve_positions() {
+  const std::span<const int32_t> positions = backend_->step().positions();
+  const int64_t needed = 1 + *std::max_element(positions.begin(), positions.end());
+  if (needed <= rope_positions_) return;
+  const bool gpu = compute_->device().kind != DeviceKind::kCpu;
+  rope_.reserve(gpu ? std::max(needed, options_.max_context_len) : needed);
+  rope_positions_ = rope_.positions();
+  rope_values_ = gpu ? compute_->place(std::vector(rope_.data(), rope_.data() + rope_positions_ * rope_.rope_dim()))
+                     : rope_.data();
+}
+
 void Decoder::check_ids(const char* function, std::span<const int32_t> ids, int64_t rows,
                         std::span<const int64_t> logit_rows) const {
   if (static_cast<int64_t>(ids.size()) != rows) fail_argument(function, "{} ids for {} rows", ids.size(), rows);
@@ -381,10 +397,31 @@ void Decoder::forward(const BatchStep& step, std::span<const int32_t> ids, const
   const int64_t rows = plan.num_rows(), dim = config_.hidden_size;
   check_ids("forward", ids, rows, outputs.logit_rows);
   if (rows == 0) return;
-  rope_.reserve(1 + *std::max_element(plan.positions().begin(), plan.positions().end()));
+  reserve_positions();
 
-  float* x = room(scratch_->x, rows * dim);
-  for (int64_t r = 0; r < rows; ++r) widen_row(embed_, ids[static_cast<size_t>(r)], 0, dim, x + r * dim);
+  const int32_t* there = compute_->upload_ids(ids, rows);
+  if (replay_decode(rows, there, outputs)) return;
+  run_layers(rows, there, outputs);
+
+  const float* x = scratch_->x.data();
+  const auto eps = static_cast<float>(config_.rms_norm_eps);
+  if (options_.draft) {
+    float* hidden = scratch_->hidden.room(rows * dim);
+    compute_->rms_norm(x, dim, rows, dim, final_norm_, eps, hidden, dim);
+    hidden_rows_ = rows;
+    logits_of(hidden, outputs);
+    return;
+  }
+  const auto wanted = static_cast<int64_t>(outputs.logit_rows.size());
+  if (wanted == 0) return;
+  float* last = scratch_->logit_rows.room(wanted * dim);
+  compute_->gather_rows(x, outputs.logit_rows, dim, last);
+  compute_->rms_norm(last, dim, wanted, dim, final_norm_, eps, last, dim);
+  project_logits(last, wanted, outputs.logits);
+}
+
+void Decoder::run_layers(int64_t rows, const int32_t* ids, const ForwardOutputs& outputs) {
+  compute_->embed(embed_, ids, rows, scratch_->x.room(rows * config_.hidden_size));
   Choice choice;
   if (selection_) {
     selection_->reserve(rows);
@@ -393,22 +430,46 @@ void Decoder::forward(const BatchStep& step, std::span<const int32_t> ids, const
   for (size_t i = 0; i < layers_.size(); ++i)
     run_layer(static_cast<int32_t>(i), layers_[i], rows,
               {.selection = choice.selection, .reused = !layers_[i].config.indexer}, outputs);
+}
 
+bool Decoder::replay_decode(int64_t rows, const int32_t* ids, const ForwardOutputs& outputs) {
+  const StepPlan& plan = backend_->step();
+  if (compute_->device().kind == DeviceKind::kCpu || !plan.captured() || options_.draft || outputs.on_selection ||
+      outputs.logit_rows.empty())
+    return false;
+  const int64_t dim = config_.hidden_size, vocab = config_.vocab_size;
   const auto eps = static_cast<float>(config_.rms_norm_eps);
-  if (options_.draft) {
-    float* hidden = room(scratch_->hidden, rows * dim);
-    rms_norm(*executor_, x, dim, rows, dim, final_norm_.data(), eps, hidden, dim);
-    hidden_rows_ = rows;
-    logits_of(hidden, outputs);
-    return;
+  const auto work = [&] {
+    run_layers(rows, ids, {});
+    float* normed = scratch_->normed.room(rows * dim);
+    compute_->rms_norm(scratch_->x.data(), dim, rows, dim, final_norm_, eps, normed, dim);
+    compute_->linear(normed, rows, lm_head_, scratch_->logits.room(rows * vocab));
+  };
+  Recorded& r = recorded_[{static_cast<int32_t>(plan.num_requests()), plan.q_len()}];
+  if (r.work != nullptr && r.allocations == compute_->allocations()) {
+    r.work->replay();
+  } else {
+    work();  // for real, and for the plans and memory that a recording takes as given
+    r.work = compute_->record(work);
+    r.allocations = compute_->allocations();
   }
-  const auto wanted = static_cast<int64_t>(outputs.logit_rows.size());
-  if (wanted == 0) return;
-  float* last = room(scratch_->logit_rows, wanted * dim);
-  for (int64_t i = 0; i < wanted; ++i)
-    std::copy_n(x + outputs.logit_rows[static_cast<size_t>(i)] * dim, dim, last + i * dim);
-  rms_norm(*executor_, last, dim, wanted, dim, final_norm_.data(), eps, last, dim);
-  projector_.linear(last, wanted, lm_head_, outputs.logits);
+  const float* logits = scratch_->logits.data();
+  const auto row_bytes = static_cast<size_t>(vocab) * sizeof(float);
+  if (static_cast<int64_t>(outputs.logit_rows.size()) == rows) {
+    compute_->fetch(logits, row_bytes * static_cast<size_t>(rows), outputs.logits);
+    return true;
+  }
+  for (size_t i = 0; i < outputs.logit_rows.size(); ++i)
+    compute_->fetch(logits + outputs.logit_rows[i] * vocab, row_bytes, outputs.logits + static_cast<int64_t>(i) * vocab);
+  return true;
+}
+
+/// lm_head over packed rows, to the host.
+void Decoder::project_logits(const float* rows, int64_t n, float* logits) {
+  const int64_t values = n * config_.vocab_size;
+  float* there = compute_->device().kind == DeviceKind::kCpu ? logits : scratch_->logits.room(values);
+  compute_->linear(rows, n, lm_head_, there);
+  compute_->fetch(there, static_cast<size_t>(values) * sizeof(float), logits);
 }
 
 /// lm_head over the wanted rows of `normed`.
@@ -416,10 +477,9 @@ void Decoder::logits_of(const float* normed, const ForwardOutputs& outputs) {
   const auto wanted = static_cast<int64_t>(outputs.logit_rows.size());
   const int64_t dim = config_.hidden_size;
   if (wanted == 0) return;
-  float* rows = room(scratch_->logit_rows, wanted * dim);
-  for (int64_t i = 0; i < wanted; ++i)
-    std::copy_n(normed + outputs.logit_rows[static_cast<size_t>(i)] * dim, dim, rows + i * dim);
-  projector_.linear(rows, wanted, lm_head_, outputs.logits);
+  float* rows = scratch_->logit_rows.room(wanted * dim);
+  compute_->gather_rows(normed, outputs.logit_rows, dim, rows);
+  project_logits(rows, wanted, outputs.logits);
 }
 
 /// x += attention(norm(x)); x += mlp(norm(x)).
@@ -428,14 +488,14 @@ void Decoder::run_layer(int32_t index, const Layer& layer, int64_t rows, const C
   const int64_t dim = config_.hidden_size;
   const auto eps = static_cast<float>(config_.rms_norm_eps);
   float* x = scratch_->x.data();
-  float* normed = room(scratch_->normed, rows * dim);
-  float* branch = room(scratch_->branch, rows * dim);
-  rms_norm(*executor_, x, dim, rows, dim, layer.input_norm.data(), eps, normed, dim);
+  float* normed = scratch_->normed.room(rows * dim);
+  float* branch = scratch_->branch.room(rows * dim);
+  compute_->rms_norm(x, dim, rows, dim, layer.input_norm, eps, normed, dim);
   attention(index, layer, rows, choice, outputs);
-  add_rows(*executor_, x, branch, rows, dim);
-  rms_norm(*executor_, x, dim, rows, dim, layer.post_norm.data(), eps, normed, dim);
+  compute_->add(x, branch, rows, dim);
+  compute_->rms_norm(x, dim, rows, dim, layer.post_norm, eps, normed, dim);
   mlp(layer, rows);
-  add_rows(*executor_, x, branch, rows, dim);
+  compute_->add(x, branch, rows, dim);
 }
 
 void Decoder::draft(std::span<const int32_t> next_ids, const ForwardOutputs& outputs) {
@@ -466,19 +526,15 @@ void Decoder::draft_next(const DraftAdvance& advance, std::span<const int32_t> r
   const int64_t n = plan.num_rows(), dim = config_.hidden_size;
   if (static_cast<int64_t>(rows.size()) != n) fail_argument(kFunction, "{} rows for {} requests", rows.size(), n);
   check_ids(kFunction, ids, n, outputs.logit_rows);
-  rope_.reserve(1 + *std::max_element(plan.positions().begin(), plan.positions().end()));
-  float* hidden = room(scratch_->gathered, n * dim);
-  for (int64_t r = 0; r < n; ++r) {
-    const int32_t from = rows[static_cast<size_t>(r)];
-    if (from < 0) std::fill_n(hidden + r * dim, dim, 0.0f);
-    else std::copy_n(scratch_->draft_hidden.data() + from * dim, dim, hidden + r * dim);
-  }
+  reserve_positions();
+  float* hidden = scratch_->gathered.room(n * dim);
+  compute_->gather_rows(scratch_->draft_hidden.data(), std::vector<int64_t>(rows.begin(), rows.end()), dim, hidden);
   Choice choice;
   if (draft_selection_) {
     next_draft_selection_->reserve(n);
     choice.selection = next_draft_selection_->view(n);
     if (config_.index_share_for_mtp_iteration) {
-      gather_selection(draft_selection_->view(draft_rows_), rows, choice.selection);
+      gather_selection(draft_selection_->view(draft_rows_), rows, choice.selection, compute_->stream());
       choice.reused = true;
     }
     std::swap(draft_selection_, next_draft_selection_);
@@ -495,39 +551,66 @@ void Decoder::run_mtp(std::span<const int32_t> ids, const float* hidden, const C
   const auto rows = static_cast<int64_t>(ids.size());
   const int64_t dim = config_.hidden_size;
   const auto eps = static_cast<float>(config_.rms_norm_eps);
-  float* x = room(s.x, rows * dim);
-  float* mixed = room(s.mix_in, rows * 2 * dim);
-  for (int64_t r = 0; r < rows; ++r) widen_row(embed_, ids[static_cast<size_t>(r)], 0, dim, x + r * dim);
-  rms_norm(*executor_, x, dim, rows, dim, mtp.embed_norm.data(), eps, mixed, 2 * dim);
-  rms_norm(*executor_, hidden, dim, rows, dim, mtp.hidden_norm.data(), eps, mixed + dim, 2 * dim);
-  projector_.linear(mixed, rows, mtp.mix, x);
+  float* x = s.x.room(rows * dim);
+  float* mixed = s.mix_in.room(rows * 2 * dim);
+  compute_->embed(embed_, compute_->upload_ids(ids, rows), rows, x);
+  compute_->rms_norm(x, dim, rows, dim, mtp.embed_norm, eps, mixed, 2 * dim);
+  compute_->rms_norm(hidden, dim, rows, dim, mtp.hidden_norm, eps, mixed + dim, 2 * dim);
+  compute_->linear(mixed, rows, mtp.mix, x);
   run_layer(static_cast<int32_t>(layers_.size()), mtp.layer, rows, choice, outputs);
-  float* out = room(s.draft_hidden, rows * dim);
-  rms_norm(*executor_, x, dim, rows, dim, mtp.head_norm.data(), eps, out, dim);
+  float* out = s.draft_hidden.room(rows * dim);
+  compute_->rms_norm(x, dim, rows, dim, mtp.head_norm, eps, out, dim);
   logits_of(out, outputs);
 }
 
 void Decoder::rotate(float* x, int64_t rows, int64_t heads, int64_t width, int64_t row_stride, int32_t offset,
                      RopePairing pairing) {
-  const StepPlan& plan = backend_->step();
-  Rope rope{.x = view(x, {rows, heads, width}),
-            .positions = view(plan.positions().data(), {rows}),
-            .cos_sin = view(rope_.data(), {rope_.positions(), rope_.rope_dim()}),
+  Rope rope{.x = view_of(x, {rows, heads, width}),
+            .positions = backend_->step_tensors().positions,
+            .cos_sin = view_of(const_cast<float*>(rope_values_), {rope_positions_, rope_.rope_dim()}),
             .offset = offset,
             .pairing = pairing};
   rope.x.stride[0] = row_stride;
-  run_once(*context_, rope, {.impl = options_.impl});
+  OpPlan<Rope>(*context_, rope, {.impl = options_.impl}).run(rope, {}, compute_->stream());
 }
 
-TensorView Decoder::query_view(float* x, std::initializer_list<int64_t> shape, std::vector<Bf16>& storage) {
-  TensorView v = view(x, shape);
+TensorView Decoder::query_view(float* x, std::initializer_list<int64_t> shape, Array& storage) {
+  TensorView v = view_of(x, shape);
   if (options_.query == QueryPrecision::kF32) return v;
   const int64_t n = v.num_elements();
-  if (static_cast<int64_t>(storage.size()) < n) storage.resize(static_cast<size_t>(n));
-  to_bf16(*executor_, x, n, storage.data());
-  v.data = storage.data();
+  v.data = storage.room<Bf16>(n);
   v.dtype = DType::kBf16;
+  compute_->to_bf16(x, n, storage.data<Bf16>());
   return v;
+}
+
+/// The event in host memory.
+void Decoder::report_selection(const SelectionEvent& event, const ForwardOutputs& outputs) const {
+  if (!outputs.on_selection) return;
+  if (compute_->device().kind == DeviceKind::kCpu) return outputs.on_selection(event);
+  std::deque<std::vector<std::byte>> copies;
+  const auto fetch = [&](const void* from, int64_t bytes) -> void* {
+    std::vector<std::byte>& copy = copies.emplace_back(static_cast<size_t>(bytes));
+    compute_->fetch(from, copy.size(), copy.data());
+    return copy.data();
+  };
+  const auto on_host = [&](TensorView v) {
+    if (!v.given()) return v;
+    v.data = fetch(v.data, v.shape[0] * v.stride[0] * static_cast<int64_t>(size_of(v.dtype)));
+    v.device = {};
+    return v;
+  };
+  IndexCacheView cache = event.cache;
+  cache.data = fetch(cache.data, cache.num_pages * cache.page_stride_bytes);
+  cache.device = {};
+  outputs.on_selection({.layer = event.layer,
+                        .q = on_host(event.q),
+                        .weights = on_host(event.weights),
+                        .chosen = {.slots = on_host(event.chosen.slots),
+                                   .lens = on_host(event.chosen.lens),
+                                   .positions = on_host(event.chosen.positions)},
+                        .step = event.step,
+                        .cache = cache});
 }
 
 void Decoder::attention(int32_t index, const Layer& layer, int64_t rows, const Choice& choice,
@@ -540,48 +623,48 @@ void Decoder::attention(int32_t index, const Layer& layer, int64_t rows, const C
   const float latent_eps = static_cast<float>(ModelConfig::kLatentNormEps);
 
   // What reads the hidden state.
-  const auto from_hidden = [&](const WeightView& w, std::vector<float>& y) {
+  const auto from_hidden = [&](const WeightView& w, Array& y) {
     return Product{
-        .x = s.normed.data(), .x_stride = dim, .rows = rows, .w = w, .y = room(y, rows * w.rows), .y_stride = w.rows};
+        .x = s.normed.data(), .x_stride = dim, .rows = rows, .w = w, .y = y.room(rows * w.rows), .y_stride = w.rows};
   };
   std::vector<Product> products;
   products.push_back(c.q_lora_rank > 0 ? from_hidden(layer.q_a, s.q_latent) : from_hidden(layer.q_b, s.q));
   products.push_back(from_hidden(layer.kv_a, s.kv));
   if (indexer) products.push_back(from_hidden(layer.index_k, s.index_k));
   if (selects) products.push_back(from_hidden(layer.index_weights, s.index_weights));
-  projector_.run(products);
+  compute_->run(products);
 
   // What reads the normalised q latent.
   if (c.q_lora_rank > 0) {
-    rms_norm(*executor_, s.q_latent.data(), c.q_lora_rank, rows, c.q_lora_rank, layer.q_norm.data(), latent_eps,
+    compute_->rms_norm(s.q_latent.data(), c.q_lora_rank, rows, c.q_lora_rank, layer.q_norm, latent_eps,
              s.q_latent.data(), c.q_lora_rank);
-    const auto from_latent = [&](const WeightView& w, std::vector<float>& y) {
+    const auto from_latent = [&](const WeightView& w, Array& y) {
       return Product{.x = s.q_latent.data(),
                      .x_stride = c.q_lora_rank,
                      .rows = rows,
                      .w = w,
-                     .y = room(y, rows * w.rows),
+                     .y = y.room(rows * w.rows),
                      .y_stride = w.rows};
     };
     products = {from_latent(layer.q_b, s.q)};
     if (selects) products.push_back(from_latent(layer.index_q, s.index_q));
-    projector_.run(products);
+    compute_->run(products);
   }
   rotate(s.q.data(), rows, heads, q_dim, heads * q_dim, static_cast<int32_t>(c.qk_nope_head_dim),
          RopePairing::kInterleaved);
 
   // The row that the cache keeps: normalised latent and rotated k_pe.
-  float* latent = room(s.latent, rows * latent_dim);
-  float* rope = room(s.rope, rows * rope_dim);
-  rms_norm(*executor_, s.kv.data(), row_dim, rows, latent_dim, layer.kv_norm.data(), latent_eps, latent, latent_dim);
-  for (int64_t r = 0; r < rows; ++r) std::copy_n(s.kv.data() + r * row_dim + latent_dim, rope_dim, rope + r * rope_dim);
+  float* latent = s.latent.room(rows * latent_dim);
+  float* rope = s.rope.room(rows * rope_dim);
+  compute_->rms_norm(s.kv.data(), row_dim, rows, latent_dim, layer.kv_norm, latent_eps, latent, latent_dim);
+  compute_->copy_rows(s.kv.data() + latent_dim, row_dim, rows, rope_dim, rope, rope_dim);
   rotate(rope, rows, 1, rope_dim, rope_dim, 0, RopePairing::kInterleaved);
-  KvRows kv{.latent = view(latent, {rows, latent_dim}), .rope = view(rope, {rows, rope_dim}), .index_k = {}};
+  KvRows kv{.latent = view_of(latent, {rows, latent_dim}), .rope = view_of(rope, {rows, rope_dim}), .index_k = {}};
 
-  room(s.heads, rows * heads * c.v_head_dim);
+  s.heads.room(rows * heads * c.v_head_dim);
   if (c.is_dsa()) sparse_attention(index, layer, rows, kv, choice, outputs);
   else dense_attention(index, layer, rows, kv);
-  projector_.linear(s.heads.data(), rows, layer.o, s.branch.data());
+  compute_->linear(s.heads.data(), rows, layer.o, s.branch.data());
 }
 
 void Decoder::sparse_attention(int32_t index, const Layer& layer, int64_t rows, const KvRows& kv, const Choice& choice,
@@ -592,12 +675,11 @@ void Decoder::sparse_attention(int32_t index, const Layer& layer, int64_t rows, 
   const TopKSelection& chosen = choice.selection;
   StepWrite write = kv;
   if (layer.config.indexer) {
-    layer_norm(*executor_, s.index_k.data(), index_dim, rows, index_dim, layer.index_norm_weight.data(),
-               layer.index_norm_bias.data(), static_cast<float>(ModelConfig::kLatentNormEps), s.index_k.data(),
-               index_dim);
+    compute_->layer_norm(s.index_k.data(), rows, index_dim, layer.index_norm_weight, layer.index_norm_bias,
+                         static_cast<float>(ModelConfig::kLatentNormEps), s.index_k.data());
     rotate(s.index_k.data(), rows, 1, index_dim, index_dim, 0, c.index_rope_pairing);
     KvRows with_index = kv;
-    with_index.index_k = view(s.index_k.data(), {rows, index_dim});
+    with_index.index_k = view_of(s.index_k.data(), {rows, index_dim});
     write = AlreadyWritten{};
     if (choice.reused) {
       const Timer timer(stats_.attention_seconds);
@@ -605,8 +687,8 @@ void Decoder::sparse_attention(int32_t index, const Layer& layer, int64_t rows, 
     } else {
       rotate(s.index_q.data(), rows, index_heads, index_dim, index_heads * index_dim, 0, c.index_rope_pairing);
       const auto factor = static_cast<float>(c.index_scale() / std::sqrt(static_cast<double>(index_heads)));
-      for (int64_t i = 0; i < rows * index_heads; ++i) s.index_weights[static_cast<size_t>(i)] *= factor;
-      const TensorView weights = view(s.index_weights.data(), {rows, index_heads});
+      compute_->scale(s.index_weights.data(), factor, rows * index_heads);
+      const TensorView weights = view_of(s.index_weights.data(), {rows, index_heads});
       {
         const Timer timer(stats_.attention_seconds);
         backend_->select({.layer = index,
@@ -616,17 +698,18 @@ void Decoder::sparse_attention(int32_t index, const Layer& layer, int64_t rows, 
                           .write = with_index,
                           .out = chosen});
       }
-      if (outputs.on_selection)
-        outputs.on_selection({.layer = index,
-                              .q = view(s.index_q.data(), {rows, index_heads, index_dim}),
-                              .weights = weights,
-                              .chosen = chosen,
-                              .step = backend_->step(),
-                              .cache = index_pool_->layer(index)});
+      report_selection({.layer = index,
+                        .q = view_of(s.index_q.data(), {rows, index_heads, index_dim}),
+                        .weights = weights,
+                        .chosen = chosen,
+                        .step = backend_->step(),
+                        .cache = index_pool_->layer(index)},
+                       outputs);
     }
   }
   const std::span<const int32_t> row_lens = backend_->step().row_lens();
-  for (int64_t r = 0; r < rows; ++r) {
+  const bool on_host = compute_->device().kind == DeviceKind::kCpu;
+  for (int64_t r = 0; on_host && r < rows; ++r) {
     stats_.attended_keys += *chosen.lens.ptr<const int32_t>(r);
     stats_.visible_keys += row_lens[static_cast<size_t>(r)];
   }
@@ -640,7 +723,7 @@ void Decoder::sparse_attention(int32_t index, const Layer& layer, int64_t rows, 
                       .q = query_view(s.absorbed.data(), {rows, heads, row_dim}, s.q16),
                       .write = write,
                       .selection = chosen,
-                      .out = view(s.attended.data(), {rows, heads, c.kv_lora_rank}),
+                      .out = view_of(s.attended.data(), {rows, heads, c.kv_lora_rank}),
                       .lse = {}});
   }
   unabsorb(layer, {0, rows});
@@ -661,7 +744,7 @@ void Decoder::dense_attention(int32_t index, const Layer& layer, int64_t rows, c
   }
   if (expanded) {
     const int64_t n = prefill.size();
-    expand(layer, s.latent.data(), n, room(s.k_nope, n * heads * nope), room(s.v, n * heads * v_dim));
+    expand(layer, s.latent.data(), n, s.k_nope.room(n * heads * nope), s.v.room(n * heads * v_dim));
     const bool narrow = options_.query == QueryPrecision::kBf16;
     const TensorView q = query_view(s.q.data(), {n, heads, q_dim}, s.q16);
     const TensorView k_nope = query_view(s.k_nope.data(), {n, heads, nope}, s.k16);
@@ -673,17 +756,16 @@ void Decoder::dense_attention(int32_t index, const Layer& layer, int64_t rows, c
         expand(layer, latent.ptr<const float>(), m, k.ptr<float>(), values.ptr<float>());
         return;
       }
-      float* wide = room(s.expand_latent, m * latent_dim);
-      for (int64_t i = 0; i < m * latent_dim; ++i) wide[i] = latent.ptr<const Bf16>()[i].to_float();
-      expand(layer, wide, m, room(s.expand_k, m * heads * nope), room(s.expand_v, m * heads * v_dim));
-      to_bf16(*executor_, s.expand_k.data(), m * heads * nope, k.ptr<Bf16>());
-      to_bf16(*executor_, s.expand_v.data(), m * heads * v_dim, values.ptr<Bf16>());
+      float* wide = s.expand_latent.room(m * latent_dim);
+      compute_->from_bf16(latent.ptr<const Bf16>(), m * latent_dim, wide);
+      expand(layer, wide, m, s.expand_k.room(m * heads * nope), s.expand_v.room(m * heads * v_dim));
+      compute_->to_bf16(s.expand_k.data(), m * heads * nope, k.ptr<Bf16>());
+      compute_->to_bf16(s.expand_v.data(), m * heads * v_dim, values.ptr<Bf16>());
     };
-    TensorView out = view(s.heads.data(), {n, heads, v_dim});
+    TensorView out = view_of(s.heads.data(), {n, heads, v_dim});
     if (narrow) {
-      if (static_cast<int64_t>(s.out16.size()) < n * heads * v_dim)
-        s.out16.resize(static_cast<size_t>(n * heads * v_dim));
-      out = view(s.out16.data(), {n, heads, v_dim});
+      out.data = s.out16.room<Bf16>(n * heads * v_dim);
+      out.dtype = DType::kBf16;
     }
     {
       const Timer timer(stats_.attention_seconds);
@@ -697,9 +779,7 @@ void Decoder::dense_attention(int32_t index, const Layer& layer, int64_t rows, c
                                .out = out,
                                .lse = {}});
     }
-    if (narrow)
-      for (int64_t i = 0; i < n * heads * v_dim; ++i)
-        s.heads[static_cast<size_t>(i)] = s.out16[static_cast<size_t>(i)].to_float();
+    if (narrow) compute_->from_bf16(s.out16.data<Bf16>(), n * heads * v_dim, s.heads.data());
   }
   if (absorbed.size() == 0) return;
   absorb(layer, absorbed);
@@ -710,7 +790,7 @@ void Decoder::dense_attention(int32_t index, const Layer& layer, int64_t rows, c
                       .q = query_view(s.absorbed.data(), {absorbed.size(), heads, latent_dim + rope_dim}, s.q16),
                       .write = AlreadyWritten{},
                       .selection = AttendAll{},
-                      .out = view(s.attended.data(), {absorbed.size(), heads, latent_dim}),
+                      .out = view_of(s.attended.data(), {absorbed.size(), heads, latent_dim}),
                       .lse = {}});
   }
   unabsorb(layer, absorbed);
@@ -722,8 +802,8 @@ void Decoder::absorb(const Layer& layer, Range rows) {
   const int64_t heads = c.num_attention_heads, nope = c.qk_nope_head_dim, q_dim = c.qk_head_dim();
   const int64_t latent_dim = c.kv_lora_rank, rope_dim = c.qk_rope_head_dim, row_dim = latent_dim + rope_dim;
   const float* q = s.q.data() + rows.begin * heads * q_dim;
-  float* out = room(s.absorbed, rows.size() * heads * row_dim);
-  room(s.attended, rows.size() * heads * latent_dim);
+  float* out = s.absorbed.room(rows.size() * heads * row_dim);
+  s.attended.room(rows.size() * heads * latent_dim);
   std::vector<Product> products;
   for (int64_t h = 0; h < heads; ++h)
     products.push_back({.x = q + h * q_dim,
@@ -733,9 +813,8 @@ void Decoder::absorb(const Layer& layer, Range rows) {
                         .form = ProductForm::kPlain,
                         .y = out + h * row_dim,
                         .y_stride = heads * row_dim});
-  projector_.run(products);
-  for (int64_t i = 0; i < rows.size() * heads; ++i)
-    std::copy_n(q + i * q_dim + nope, rope_dim, out + i * row_dim + latent_dim);
+  compute_->run(products);
+  compute_->copy_rows(q + nope, q_dim, rows.size() * heads, rope_dim, out + latent_dim, row_dim);
 }
 
 void Decoder::unabsorb(const Layer& layer, Range rows) {
@@ -751,55 +830,48 @@ void Decoder::unabsorb(const Layer& layer, Range rows) {
                         .w = layer.kv_b.row_slice(h * (nope + v_dim) + nope, v_dim),
                         .y = s.heads.data() + (rows.begin * heads + h) * v_dim,
                         .y_stride = heads * v_dim});
-  projector_.run(products);
+  compute_->run(products);
 }
 
 void Decoder::expand(const Layer& layer, const float* latent, int64_t rows, float* k_nope, float* v) {
   const ModelConfig& c = config_;
   const int64_t heads = c.num_attention_heads, nope = c.qk_nope_head_dim, v_dim = c.v_head_dim,
                 latent_dim = c.kv_lora_rank;
+  // The heads of one kind one after the other: a GPU makes one batch of them.
   std::vector<Product> products;
-  for (int64_t h = 0; h < heads; ++h) {
-    const int64_t first = h * (nope + v_dim);
+  for (int64_t h = 0; h < heads; ++h)
     products.push_back({.x = latent,
                         .x_stride = latent_dim,
                         .rows = rows,
-                        .w = layer.kv_b.row_slice(first, nope),
+                        .w = layer.kv_b.row_slice(h * (nope + v_dim), nope),
                         .y = k_nope + h * nope,
                         .y_stride = heads * nope});
+  for (int64_t h = 0; h < heads; ++h)
     products.push_back({.x = latent,
                         .x_stride = latent_dim,
                         .rows = rows,
-                        .w = layer.kv_b.row_slice(first + nope, v_dim),
+                        .w = layer.kv_b.row_slice(h * (nope + v_dim) + nope, v_dim),
                         .y = v + h * v_dim,
                         .y_stride = heads * v_dim});
-  }
-  projector_.run(products);
+  compute_->run(products);
 }
 
 void Decoder::mlp(const Layer& layer, int64_t rows) {
   const ModelConfig& c = config_;
   Scratch& s = *scratch_;
   const int64_t dim = c.hidden_size;
-  if (!layer.config.moe) {
-    run_mlp(projector_, layer.mlp, s.normed.data(), rows, s.branch.data(), s.mlp);
-    return;
-  }
-  if (c.n_shared_experts > 0) run_mlp(projector_, layer.mlp, s.normed.data(), rows, s.branch.data(), s.mlp);
-  else std::fill_n(s.branch.data(), rows * dim, 0.0f);
+  if (!layer.config.moe) return compute_->run_mlp(layer.mlp, s.normed.data(), rows, s.branch.data());
+  if (c.n_shared_experts > 0) compute_->run_mlp(layer.mlp, s.normed.data(), rows, s.branch.data());
+  else compute_->clear(s.branch.data(), rows * dim);
   const RouterParams params{.num_experts = static_cast<int32_t>(c.n_routed_experts),
                             .experts_per_token = static_cast<int32_t>(c.num_experts_per_tok),
                             .num_groups = static_cast<int32_t>(c.n_group),
                             .groups_kept = static_cast<int32_t>(c.topk_group),
                             .normalise = c.norm_topk_prob,
                             .scaling_factor = static_cast<float>(c.routed_scaling_factor)};
-  projector_.linear(s.normed.data(), rows, layer.router, room(s.router_logits, rows * params.num_experts));
-  const int64_t picked = rows * params.experts_per_token;
-  if (static_cast<int64_t>(s.router_ids.size()) < picked) s.router_ids.resize(static_cast<size_t>(picked));
-  route_experts(params, s.router_logits.data(), layer.router_bias.data(), rows, s.router_ids.data(),
-                room(s.router_weights, picked));
-  run_experts(projector_, layer.experts, s.router_ids.data(), s.router_weights.data(), params.experts_per_token,
-              s.normed.data(), rows, s.branch.data(), s.mlp);
+  compute_->linear(s.normed.data(), rows, layer.router, s.router_logits.room(rows * params.num_experts));
+  compute_->run_experts(layer.experts, params, s.router_logits.data(), layer.router_bias, s.normed.data(), rows,
+                        s.branch.data());
 }
 
 }  // namespace v0

@@ -21,6 +21,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -29,6 +30,7 @@
 #include "gannet/attention.h"
 #include "gannet/kv_pool.h"
 #include "model/checkpoint.h"
+#include "model/compute.h"
 #include "model/linear.h"
 #include "model/moe.h"
 #include "model/rope_table.h"
@@ -55,6 +57,8 @@ struct DecoderOptions {
   int64_t max_context_len = 0;           ///< tokens; 0: the checkpoint's max_position_embeddings
   int64_t prefix_chunk_capacity = 2048;  ///< dense prefill: prefix tokens expanded at a time, H*(N+P+V) values each
   QueryPrecision query = QueryPrecision::kF32;
+  Device device{};         ///< where caches, weights and everything that is computed lie
+  ComputePrecision precision = ComputePrecision::kF32;  ///< of projections on a GPU
   bool invariant = false;  ///< rows' bits do not depend on chunks, batch neighbours or threads
   bool draft = false;      ///< run the MTP layer; refused where the checkpoint has none
   /// Decode steps go through plans that are captured once per (requests, rows a request) and refreshed in place. The
@@ -78,13 +82,14 @@ std::vector<LatentFormat> latent_formats(const ModelConfig& config);
 
 /// Counters over all steps so far.
 struct DecoderStats {
-  double attention_seconds = 0.0;  ///< in the backend: writing caches, selecting, attending
+  double attention_seconds = 0.0;  ///< in the backend: writing caches, selecting, attending; on the CPU only
   double total_seconds = 0.0;      ///< in forward()
-  int64_t attended_keys = 0;       ///< keys that rows of sparse layers attended to
+  int64_t attended_keys = 0;       ///< keys that rows of sparse layers attended to; on the CPU only
   int64_t visible_keys = 0;        ///< keys that they could have
 };
 
-/// What an indexer chose for the rows of a step. Views are valid during the call.
+/// What an indexer chose for the rows of a step. Views are valid during the call, and in host memory: copies where the
+/// decoder runs on a GPU.
 struct SelectionEvent {
   int32_t layer;
   TensorView q;          ///< fp32 [rows, Hi, Di], rotated
@@ -96,7 +101,7 @@ struct SelectionEvent {
 
 struct ForwardOutputs {
   std::span<const int64_t> logit_rows = {};  ///< rows of the step whose logits are wanted
-  float* logits = nullptr;                   ///< [logit_rows, vocab]
+  float* logits = nullptr;                   ///< [logit_rows, vocab], in host memory
   std::function<void(const SelectionEvent&)> on_selection = {};
 };
 
@@ -128,7 +133,8 @@ class Decoder {
   int64_t pool_bytes() const noexcept;
   const DecoderStats& stats() const noexcept { return stats_; }
   AttentionBackend& backend() noexcept { return *backend_; }
-  const Projector& projector() const noexcept { return projector_; }
+  /// What everything but attention is computed by.
+  const Compute& compute() const noexcept { return *compute_; }
   /// The caches, for whoever moves or inspects pages.
   LatentCacheView latent_cache(int32_t layer) const { return latent_pool_->layer(layer); }
   IndexCacheView index_cache(int32_t layer) const { return index_pool_->layer(layer); }  ///< layers with an indexer
@@ -154,6 +160,7 @@ class Decoder {
   void run_layer(int32_t index, const Layer& layer, int64_t rows, const Choice& choice, const ForwardOutputs& outputs);
   void run_mtp(std::span<const int32_t> ids, const float* hidden, const Choice& choice, const ForwardOutputs& outputs);
   void logits_of(const float* normed, const ForwardOutputs& outputs);
+  void project_logits(const float* rows, int64_t n, float* logits);
   void attention(int32_t index, const Layer& layer, int64_t rows, const Choice& choice, const ForwardOutputs& outputs);
   void sparse_attention(int32_t index, const Layer& layer, int64_t rows, const KvRows& kv, const Choice& choice,
                         const ForwardOutputs& outputs);
@@ -165,17 +172,26 @@ class Decoder {
   void rotate(float* x, int64_t rows, int64_t heads, int64_t width, int64_t row_stride, int32_t offset,
               RopePairing pairing);
   /// A view of fp32 values in the form that attention reads: as they are, or rounded into `storage`.
-  TensorView query_view(float* x, std::initializer_list<int64_t> shape, std::vector<Bf16>& storage);
+  TensorView query_view(float* x, std::initializer_list<int64_t> shape, Array& storage);
+  /// A packed view of fp32 values on the decoder's device.
+  TensorView view_of(float* x, std::initializer_list<int64_t> shape) const {
+    return view(x, DType::kF32, shape, compute_->device());
+  }
+  /// The layers, and the logits of every row of the step, of a decode step on a GPU: recorded once a shape.
+  bool replay_decode(int64_t rows, const int32_t* ids, const ForwardOutputs& outputs);
+  void run_layers(int64_t rows, const int32_t* ids, const ForwardOutputs& outputs);
+  void report_selection(const SelectionEvent& event, const ForwardOutputs& outputs) const;
+  void reserve_positions();
 
   const Context* context_;
   ModelConfig config_;
   DecoderOptions options_;
-  SerialExecutor serial_;
-  Executor* executor_;
-  Projector projector_;
+  std::unique_ptr<Compute> compute_;
   RopeTable rope_;
+  const float* rope_values_ = nullptr;  // on the device, for rope_positions_
+  int64_t rope_positions_ = 0;
   WeightView embed_, lm_head_;
-  std::vector<float> final_norm_;
+  const float* final_norm_ = nullptr;
   std::vector<Layer> layers_;
   std::unique_ptr<Mtp> mtp_;  // null where the checkpoint has none that can be used: draft_refusal_ says why
   std::string draft_refusal_;
@@ -190,6 +206,11 @@ class Decoder {
   int64_t hidden_rows_ = 0;                            // rows whose hidden state forward() left
   int64_t draft_rows_ = 0;                             // rows whose hidden state the last draft step left
   std::unique_ptr<Scratch> scratch_;
+  struct Recorded {
+    std::unique_ptr<Compute::Recording> work;
+    int64_t allocations = 0;  // of the device's memory when it was made
+  };
+  std::map<std::pair<int32_t, int32_t>, Recorded> recorded_;  // by (requests, rows a request)
   DecoderStats stats_;
 };
 

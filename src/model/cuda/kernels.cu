@@ -1,0 +1,425 @@
+// The decoder's kernels beside attention and projections. All but the experts move bytes: one block a row, or one
+// thread a value, and no attempt at fusion.
+//
+// The experts: a grouped product over pairs (row, choice) sorted by expert. A block owns kRows places of one expert and
+// kCols outputs; which expert is found from `first`, on the device, so that a decode step needs no word from the host
+// and can be captured. Sums are fp32 multiply-adds over fp32 activations: exact enough for any check, and for prefill
+// far below what tensor cores give (at most 67 TFLOP/s on an H100). Decode reads each picked expert once: memory-bound
+// where a block has as few rows as here (8 rows * 2 flops per 2 bytes of bf16 = 8 flops a byte, against the chip's 14).
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include <cfloat>
+
+#include "model/cuda/kernels.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr unsigned kFull = 0xffffffffu;
+
+cudaStream_t handle(Stream s) { return static_cast<cudaStream_t>(s.handle); }
+unsigned blocks_for(int64_t n) { return static_cast<unsigned>((n + kThreads - 1) / kThreads); }
+
+__device__ float block_sum(float x) {
+  __shared__ float partial[kThreads / 32];
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(kFull, x, offset);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
+  __syncthreads();
+  float sum = 0.0f;
+  for (int i = 0; i < kThreads / 32; ++i) sum += partial[i];
+  return sum;
+}
+
+__device__ float silu(float x) { return x / (1.0f + expf(-x)); }
+
+template <class F>
+__global__ void each_kernel(int64_t n, F f) {
+  const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (i < n) f(i);
+}
+template <class F>
+void each(int64_t n, Stream stream, F f) {
+  if (n > 0) each_kernel<<<blocks_for(n), kThreads, 0, handle(stream)>>>(n, f);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    rms_norm_kernel(const float* x, int64_t x_stride, int64_t dim, const float* weight, float eps, float* y,
+                    int64_t y_stride) {
+  const float* in = x + blockIdx.x * x_stride;
+  float* out = y + blockIdx.x * y_stride;
+  float squares = 0.0f;
+  for (int64_t i = threadIdx.x; i < dim; i += kThreads) squares += in[i] * in[i];
+  const float scale = 1.0f / sqrtf(block_sum(squares) / static_cast<float>(dim) + eps);
+  for (int64_t i = threadIdx.x; i < dim; i += kThreads) out[i] = in[i] * scale * weight[i];
+}
+
+__global__ void __launch_bounds__(kThreads)
+    layer_norm_kernel(const float* x, int64_t dim, const float* weight, const float* bias, float eps, float* y) {
+  const float* in = x + blockIdx.x * dim;
+  float* out = y + blockIdx.x * dim;
+  float sum = 0.0f;
+  for (int64_t i = threadIdx.x; i < dim; i += kThreads) sum += in[i];
+  const float mean = block_sum(sum) / static_cast<float>(dim);
+  float squares = 0.0f;  // two passes: mean(x^2) - mean^2 would cancel
+  for (int64_t i = threadIdx.x; i < dim; i += kThreads) squares += (in[i] - mean) * (in[i] - mean);
+  const float scale = 1.0f / sqrtf(block_sum(squares) / static_cast<float>(dim) + eps);
+  for (int64_t i = threadIdx.x; i < dim; i += kThreads) out[i] = (in[i] - mean) * scale * weight[i] + bias[i];
+}
+
+// ---- routing ------------------------------------------------------------------------------------------------------
+
+constexpr int kMaxExperts = 512;
+
+/// The block's largest value and, among equals, its smallest index; every thread gets both.
+__device__ void block_best(float& value, int& index) {
+  __shared__ float values[kThreads / 32];
+  __shared__ int indices[kThreads / 32];
+  const auto better = [](float a, int i, float b, int j) { return a > b || (a == b && i < j); };
+  for (int offset = 16; offset > 0; offset /= 2) {
+    const float v = __shfl_xor_sync(kFull, value, offset);
+    const int i = __shfl_xor_sync(kFull, index, offset);
+    if (better(v, i, value, index)) value = v, index = i;
+  }
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) values[threadIdx.x / 32] = value, indices[threadIdx.x / 32] = index;
+  __syncthreads();
+  value = values[0], index = indices[0];
+  for (int w = 1; w < kThreads / 32; ++w)
+    if (better(values[w], indices[w], value, index)) value = values[w], index = indices[w];
+}
+
+/// One block a row. Scores, choices and groups are those of route_experts, in its order of operations.
+__global__ void __launch_bounds__(kThreads)
+    route_kernel(RouterParams p, const float* logits, const float* bias, int32_t* ids, float* weights) {
+  __shared__ float scores[kMaxExperts], choices[kMaxExperts], groups[kMaxExperts];
+  __shared__ bool kept[kMaxExperts];
+  const int64_t row = blockIdx.x;
+  const int group_size = p.num_experts / p.num_groups;
+  constexpr float kNever = -INFINITY;
+  for (int e = threadIdx.x; e < p.num_experts; e += kThreads) {
+    scores[e] = 1.0f / (1.0f + expf(-logits[row * p.num_experts + e]));
+    choices[e] = scores[e] + bias[e];
+  }
+  __syncthreads();
+  if (p.groups_kept < p.num_groups) {
+    for (int g = threadIdx.x; g < p.num_groups; g += kThreads) {
+      float first = kNever, second = kNever;
+      for (int i = 0; i < group_size; ++i) {
+        const float v = choices[g * group_size + i];
+        if (v > first) second = first, first = v;
+        else if (v > second) second = v;
+      }
+      groups[g] = group_size > 1 ? first + second : first;
+      kept[g] = false;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {  // a handful of groups
+      for (int i = 0; i < p.groups_kept; ++i) {
+        int best = -1;
+        for (int g = 0; g < p.num_groups; ++g)
+          if (!kept[g] && (best < 0 || groups[g] > groups[best])) best = g;
+        kept[best] = true;
+      }
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < p.num_experts; e += kThreads)
+      if (!kept[e / group_size]) choices[e] = kNever;
+    __syncthreads();
+  }
+  // Taken ones must lose even to -inf: they get an index beyond all others.
+  float sum = 0.0f;
+  __shared__ bool taken[kMaxExperts];
+  for (int e = threadIdx.x; e < p.num_experts; e += kThreads) taken[e] = false;
+  __syncthreads();
+  for (int j = 0; j < p.experts_per_token; ++j) {
+    float value = kNever;
+    int index = kMaxExperts;
+    for (int e = threadIdx.x; e < p.num_experts; e += kThreads)
+      if (!taken[e] && (choices[e] > value || index == kMaxExperts)) value = choices[e], index = e;
+    block_best(value, index);
+    index = min(index, p.num_experts - 1);  // nothing compares with NaN: some expert, but one that there is
+    if (threadIdx.x == 0) {
+      taken[index] = true;
+      ids[row * p.experts_per_token + j] = index;
+      sum += scores[index];
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x != 0) return;
+  for (int j = 0; j < p.experts_per_token; ++j) {
+    float w = scores[ids[row * p.experts_per_token + j]];
+    if (p.normalise) w /= sum + 1e-20f;
+    weights[row * p.experts_per_token + j] = w * p.scaling_factor;
+  }
+}
+
+/// One block: a thread an expert walks the pairs in order. A prefill of 8,192 rows has 65,536 pairs, read from the L1
+/// by all threads at once.
+__global__ void __launch_bounds__(kMaxExperts)
+    sort_pairs_kernel(const int32_t* ids, int64_t pairs, int32_t num_experts, int32_t* first, int32_t* order,
+                      int32_t* place_of) {
+  __shared__ int32_t starts[kMaxExperts + 1];
+  const int e = static_cast<int>(threadIdx.x);
+  int32_t count = 0;
+  if (e < num_experts)
+    for (int64_t p = 0; p < pairs; ++p) count += ids[p] == e ? 1 : 0;
+  if (e < num_experts) starts[e + 1] = count;
+  __syncthreads();
+  if (e == 0) {
+    starts[0] = 0;
+    for (int i = 0; i < num_experts; ++i) starts[i + 1] += starts[i];
+  }
+  __syncthreads();
+  if (e <= num_experts) first[e] = starts[e];
+  if (e == 0) first[num_experts] = starts[num_experts];
+  if (e >= num_experts) return;
+  int32_t place = starts[e];
+  for (int64_t p = 0; p < pairs; ++p) {
+    if (ids[p] != e) continue;
+    order[place] = static_cast<int32_t>(p);
+    place_of[p] = place++;
+  }
+}
+
+// ---- grouped products ---------------------------------------------------------------------------------------------
+
+constexpr int kCols = 64, kDepth = 32;  // outputs of a block, and what it sums at a time
+
+__device__ float value_of(float x) { return x; }
+__device__ float value_of(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+/// The expert and the first place of a block's tile of kRows places, or expert -1: tiles are numbered through the
+/// experts in order.
+template <int kRows>
+__device__ void find_tile(const int32_t* first, int32_t num_experts, int64_t tile, int& expert, int& begin, int& end) {
+  __shared__ int found[3];
+  if (threadIdx.x == 0) {
+    found[0] = -1;
+    int64_t before = 0;
+    for (int e = 0; e < num_experts; ++e) {
+      const int n = first[e + 1] - first[e];
+      const int tiles = (n + kRows - 1) / kRows;
+      if (tile < before + tiles) {
+        found[0] = e;
+        found[1] = first[e] + static_cast<int>(tile - before) * kRows;
+        found[2] = min(found[1] + kRows, first[e + 1]);
+        break;
+      }
+      before += tiles;
+    }
+  }
+  __syncthreads();
+  expert = found[0], begin = found[1], end = found[2];
+}
+
+/// acc[i] += sum over k of rows[r0 + i][k] w[col][k] for the thread's column and kRows / 4 rows; 256 threads are 64
+/// columns times 4 groups of rows. `row(i)` gives the address of row i of the tile or nullptr.
+template <int kRows, class W, class Row>
+__device__ void tile_product(const W* w, int64_t cols, int64_t depth, int64_t first_col, Row row,
+                             float (&acc)[kRows / 4]) {
+  __shared__ float xs[kRows][kDepth + 1];
+  __shared__ float ws[kCols][kDepth + 1];
+  const int col = static_cast<int>(threadIdx.x) % kCols, group = static_cast<int>(threadIdx.x) / kCols;
+  for (int64_t k0 = 0; k0 < depth; k0 += kDepth) {
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kDepth; i += kThreads) {
+      const float* x = row(i / kDepth);
+      const int64_t k = k0 + i % kDepth;
+      xs[i / kDepth][i % kDepth] = x != nullptr && k < depth ? x[k] : 0.0f;
+    }
+    for (int i = static_cast<int>(threadIdx.x); i < kCols * kDepth; i += kThreads) {
+      const int64_t n = first_col + i / kDepth, k = k0 + i % kDepth;
+      ws[i / kDepth][i % kDepth] = n < cols && k < depth ? value_of(w[n * depth + k]) : 0.0f;
+    }
+    __syncthreads();
+#pragma unroll 8
+    for (int k = 0; k < kDepth; ++k) {
+      const float b = ws[col][k];
+#pragma unroll
+      for (int i = 0; i < kRows / 4; ++i) acc[i] += xs[group * (kRows / 4) + i][k] * b;
+    }
+  }
+}
+
+template <int kRows, class W>
+__global__ void __launch_bounds__(kThreads)
+    experts_in_kernel(DeviceExperts experts, int32_t num_experts, const int32_t* first, const int32_t* order,
+                      int32_t per_token, const float* x, float* hidden) {
+  int expert, begin, end;
+  find_tile<kRows>(first, num_experts, blockIdx.x, expert, begin, end);
+  if (expert < 0) return;
+  const auto row = [&](int i) -> const float* {
+    return begin + i < end ? x + int64_t{order[begin + i] / per_token} * experts.dim : nullptr;
+  };
+  const int64_t first_col = int64_t{blockIdx.y} * kCols;
+  float gate[kRows / 4] = {}, up[kRows / 4] = {};
+  tile_product<kRows>(static_cast<const W*>(experts.gate[expert]), experts.width, experts.dim, first_col, row, gate);
+  tile_product<kRows>(static_cast<const W*>(experts.up[expert]), experts.width, experts.dim, first_col, row, up);
+  const int64_t col = first_col + threadIdx.x % kCols;
+  const int group = static_cast<int>(threadIdx.x) / kCols;
+#pragma unroll
+  for (int i = 0; i < kRows / 4; ++i) {
+    const int place = begin + group * (kRows / 4) + i;
+    if (place < end && col < experts.width) hidden[int64_t{place} * experts.width + col] = silu(gate[i]) * up[i];
+  }
+}
+
+template <int kRows, class W>
+__global__ void __launch_bounds__(kThreads)
+    experts_out_kernel(DeviceExperts experts, int32_t num_experts, const int32_t* first, const float* hidden,
+                       float* out) {
+  int expert, begin, end;
+  find_tile<kRows>(first, num_experts, blockIdx.x, expert, begin, end);
+  if (expert < 0) return;
+  const auto row = [&](int i) -> const float* {
+    return begin + i < end ? hidden + int64_t{begin + i} * experts.width : nullptr;
+  };
+  const int64_t first_col = int64_t{blockIdx.y} * kCols;
+  float sum[kRows / 4] = {};
+  tile_product<kRows>(static_cast<const W*>(experts.down[expert]), experts.dim, experts.width, first_col, row, sum);
+  const int64_t col = first_col + threadIdx.x % kCols;
+  const int group = static_cast<int>(threadIdx.x) / kCols;
+#pragma unroll
+  for (int i = 0; i < kRows / 4; ++i) {
+    const int place = begin + group * (kRows / 4) + i;
+    if (place < end && col < experts.dim) out[int64_t{place} * experts.dim + col] = sum[i];
+  }
+}
+
+/// Places of a tile: few where an expert gets few.
+template <class F>
+void with_rows(int64_t pairs, int32_t num_experts, F&& f) {
+  if (pairs <= int64_t{8} * num_experts) f(std::integral_constant<int, 8>{});
+  else f(std::integral_constant<int, 64>{});
+}
+
+/// No more tiles than that whatever the routing.
+template <int kRows>
+unsigned most_tiles(int64_t pairs, int32_t num_experts) {
+  const int64_t experts = pairs < num_experts ? pairs : num_experts;
+  return static_cast<unsigned>(pairs / kRows + experts);
+}
+
+}  // namespace
+
+void launch_widen_e4m3(const void* values, const float* scales, int64_t rows, int64_t cols, int64_t block_rows,
+                       int64_t block_cols, int64_t scale_cols, void* out, bool out_bf16, Stream stream) {
+  const auto* v = static_cast<const __nv_fp8_e4m3*>(values);
+  each(rows * cols, stream, [=] __device__(int64_t i) {
+    const float x = static_cast<float>(v[i]) * scales[i / cols / block_rows * scale_cols + i % cols / block_cols];
+    if (out_bf16) static_cast<__nv_bfloat16*>(out)[i] = __float2bfloat16_rn(x);
+    else static_cast<float*>(out)[i] = x;
+  });
+}
+
+void launch_widen_bf16(const void* values, int64_t n, float* out, Stream stream) {
+  launch_from_bf16(values, n, out, stream);
+}
+
+void launch_embed(DeviceWeight w, const int32_t* ids, int64_t rows, int64_t dim, float* x, Stream stream) {
+  each(rows * dim, stream, [=] __device__(int64_t i) {
+    const int64_t at = int64_t{ids[i / dim]} * dim + i % dim;
+    x[i] = w.bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(w.data)[at]) : static_cast<const float*>(w.data)[at];
+  });
+}
+
+void launch_rms_norm(const float* x, int64_t x_stride, int64_t rows, int64_t dim, const float* weight, float eps,
+                     float* y, int64_t y_stride, Stream stream) {
+  if (rows > 0)
+    rms_norm_kernel<<<static_cast<unsigned>(rows), kThreads, 0, handle(stream)>>>(x, x_stride, dim, weight, eps, y,
+                                                                                  y_stride);
+}
+
+void launch_layer_norm(const float* x, int64_t rows, int64_t dim, const float* weight, const float* bias, float eps,
+                       float* y, Stream stream) {
+  if (rows > 0)
+    layer_norm_kernel<<<static_cast<unsigned>(rows), kThreads, 0, handle(stream)>>>(x, dim, weight, bias, eps, y);
+}
+
+void launch_add(float* x, const float* y, int64_t n, Stream stream) {
+  each(n, stream, [=] __device__(int64_t i) { x[i] += y[i]; });
+}
+void launch_scale(float* x, float factor, int64_t n, Stream stream) {
+  each(n, stream, [=] __device__(int64_t i) { x[i] *= factor; });
+}
+void launch_silu_mul(float* gate, const float* up, int64_t n, Stream stream) {
+  each(n, stream, [=] __device__(int64_t i) { gate[i] = silu(gate[i]) * up[i]; });
+}
+void launch_copy_rows(const float* x, int64_t x_stride, int64_t rows, int64_t n, float* y, int64_t y_stride,
+                      Stream stream) {
+  each(rows * n, stream, [=] __device__(int64_t i) { y[i / n * y_stride + i % n] = x[i / n * x_stride + i % n]; });
+}
+void launch_gather_rows(const float* x, const int64_t* rows, int64_t num_rows, int64_t n, float* y, Stream stream) {
+  each(num_rows * n, stream, [=] __device__(int64_t i) {
+    const int64_t row = rows[i / n];
+    y[i] = row < 0 ? 0.0f : x[row * n + i % n];
+  });
+}
+void launch_pack_bf16(const float* x, int64_t batches, int64_t batch_stride, int64_t rows, int64_t row_stride,
+                      int64_t k, void* y, Stream stream) {
+  auto* out = static_cast<__nv_bfloat16*>(y);
+  each(batches * rows * k, stream, [=] __device__(int64_t i) {
+    const int64_t row = i / k;
+    out[i] = __float2bfloat16_rn(x[row / rows * batch_stride + row % rows * row_stride + i % k]);
+  });
+}
+void launch_from_bf16(const void* x, int64_t n, float* y, Stream stream) {
+  const auto* in = static_cast<const __nv_bfloat16*>(x);
+  each(n, stream, [=] __device__(int64_t i) { y[i] = __bfloat162float(in[i]); });
+}
+
+void launch_route(const RouterParams& params, const float* logits, const float* bias, int64_t rows, int32_t* ids,
+                  float* weights, Stream stream) {
+  if (rows > 0)
+    route_kernel<<<static_cast<unsigned>(rows), kThreads, 0, handle(stream)>>>(params, logits, bias, ids, weights);
+}
+
+void launch_sort_pairs(const int32_t* ids, int64_t pairs, int32_t num_experts, int32_t* first, int32_t* order,
+                       int32_t* place_of, Stream stream) {
+  sort_pairs_kernel<<<1, kMaxExperts, 0, handle(stream)>>>(ids, pairs, num_experts, first, order, place_of);
+}
+
+void launch_experts_in(const DeviceExperts& experts, int32_t num_experts, const int32_t* first, const int32_t* order,
+                       int64_t pairs, int32_t per_token, const float* x, float* hidden, Stream stream) {
+  with_rows(pairs, num_experts, [&]<int kRows>(std::integral_constant<int, kRows>) {
+    const dim3 grid(most_tiles<kRows>(pairs, num_experts), static_cast<unsigned>((experts.width + kCols - 1) / kCols));
+    if (experts.bf16)
+      experts_in_kernel<kRows, __nv_bfloat16><<<grid, kThreads, 0, handle(stream)>>>(experts, num_experts, first, order,
+                                                                                     per_token, x, hidden);
+    else
+      experts_in_kernel<kRows, float><<<grid, kThreads, 0, handle(stream)>>>(experts, num_experts, first, order,
+                                                                             per_token, x, hidden);
+  });
+}
+
+void launch_experts_out(const DeviceExperts& experts, int32_t num_experts, const int32_t* first, int64_t pairs,
+                        const float* hidden, float* out, Stream stream) {
+  with_rows(pairs, num_experts, [&]<int kRows>(std::integral_constant<int, kRows>) {
+    const dim3 grid(most_tiles<kRows>(pairs, num_experts), static_cast<unsigned>((experts.dim + kCols - 1) / kCols));
+    if (experts.bf16)
+      experts_out_kernel<kRows, __nv_bfloat16>
+          <<<grid, kThreads, 0, handle(stream)>>>(experts, num_experts, first, hidden, out);
+    else
+      experts_out_kernel<kRows, float><<<grid, kThreads, 0, handle(stream)>>>(experts, num_experts, first, hidden, out);
+  });
+}
+
+void launch_experts_add(const float* out, const int32_t* place_of, const float* weights, int64_t rows,
+                        int32_t per_token, int64_t dim, float* y, Stream stream) {
+  each(rows * dim, stream, [=] __device__(int64_t i) {
+    const int64_t row = i / dim;
+    float sum = y[i];
+    for (int32_t j = 0; j < per_token; ++j)
+      sum += weights[row * per_token + j] * out[int64_t{place_of[row * per_token + j]} * dim + i % dim];
+    y[i] = sum;
+  });
+}
+
+}  // namespace cuda
+}  // namespace v0
+}  // namespace gannet
