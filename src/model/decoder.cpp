@@ -184,9 +184,9 @@ struct Decoder::Scratch {
   Array branch{memory};    // [rows, D] what a layer adds
   Array q_latent{memory};  // [rows, q_lora_rank]
   Array q{memory};         // [rows, H, N+P]
-  Array kv{memory};        // [rows, R+P]
+  Array kv{memory};        // [rows, R+P], k_pe rotated where it lies
   Array latent{memory};    // [rows, R]
-  Array rope{memory};      // [rows, P]
+  Array rope{memory};      // [rows, P] packed, for dense prefill
   Array index_q{memory}, index_k{memory}, index_weights{memory};
   Array absorbed{memory};  // [rows, H, R+P]
   Array attended{memory};  // [rows, H, R]
@@ -655,11 +655,11 @@ void Decoder::attention(int32_t index, const Layer& layer, int64_t rows, const C
 
   // The row that the cache keeps: normalised latent and rotated k_pe.
   float* latent = s.latent.room(rows * latent_dim);
-  float* rope = s.rope.room(rows * rope_dim);
+  float* rope = s.kv.data() + latent_dim;  // rotated where it lies
   compute_->rms_norm(s.kv.data(), row_dim, rows, latent_dim, layer.kv_norm, latent_eps, latent, latent_dim);
-  compute_->copy_rows(s.kv.data() + latent_dim, row_dim, rows, rope_dim, rope, rope_dim);
-  rotate(rope, rows, 1, rope_dim, rope_dim, 0, RopePairing::kInterleaved);
+  rotate(rope, rows, 1, rope_dim, row_dim, 0, RopePairing::kInterleaved);
   KvRows kv{.latent = view_of(latent, {rows, latent_dim}), .rope = view_of(rope, {rows, rope_dim}), .index_k = {}};
+  kv.rope.stride[0] = row_dim;
 
   s.heads.room(rows * heads * c.v_head_dim);
   if (c.is_dsa()) sparse_attention(index, layer, rows, kv, choice, outputs);
@@ -748,6 +748,7 @@ void Decoder::dense_attention(int32_t index, const Layer& layer, int64_t rows, c
     const bool narrow = options_.query == QueryPrecision::kBf16;
     const TensorView q = query_view(s.q.data(), {n, heads, q_dim}, s.q16);
     const TensorView k_nope = query_view(s.k_nope.data(), {n, heads, nope}, s.k16);
+    compute_->copy_rows(s.kv.data() + latent_dim, latent_dim + rope_dim, n, rope_dim, s.rope.room(n * rope_dim), rope_dim);
     const TensorView k_rope = query_view(s.rope.data(), {n, rope_dim}, s.rope16);
     const TensorView v = query_view(s.v.data(), {n, heads, v_dim}, s.v16);
     const auto expand_chunk = [&](const TensorView& latent, const TensorView& k, const TensorView& values) {

@@ -173,8 +173,10 @@ class CudaCompute final : public Compute {
     launched();
   }
 
-  // Products of one shape whose addresses advance evenly - the heads of a layer - are one call.
+  // Products of one shape whose addresses advance evenly - the heads of a layer - are one call. Products of one input
+  // share its rounded copy.
   void run(std::span<const Product> products) override {
+    packed_from_ = {};
     for (size_t i = 0; i < products.size();) {
       const Product& p = products[i];
       size_t n = 1;
@@ -239,8 +241,11 @@ class CudaCompute final : public Compute {
     const int64_t width = mlp.gate.rows;
     float* gate = hidden_.room(2 * rows * width);
     float* up = gate + rows * width;
-    linear(x, rows, mlp.gate, gate);
-    linear(x, rows, mlp.up, up);
+    const auto product = [&](const WeightView& w, float* out) {
+      return Product{.x = x, .x_stride = w.cols, .rows = rows, .w = w, .y = out, .y_stride = w.rows};
+    };
+    const Product in[] = {product(mlp.gate, gate), product(mlp.up, up)};
+    run(in);
     launch_silu_mul(gate, up, rows * width, stream_);
     launched();
     linear(gate, rows, mlp.down, y);
@@ -271,6 +276,12 @@ class CudaCompute final : public Compute {
   }
 
  private:
+  /// What packed_ holds a rounded copy of.
+  struct PackedFrom {
+    const float* x = nullptr;
+    int64_t batches = 0, x_batch = 0, rows = 0, x_stride = 0, k = 0;
+    friend bool operator==(const PackedFrom&, const PackedFrom&) = default;
+  };
   struct Experts {
     std::vector<MlpWeights> weights;
     Buffer pointers;
@@ -308,9 +319,13 @@ class CudaCompute final : public Compute {
     const void* x = p.x;
     if (s.bf16) {
       const int64_t batches = s.x_batch == 0 ? 1 : n;
+      const PackedFrom from{p.x, batches, s.x_batch, s.m, s.x_stride, s.k};
       Bf16* packed = packed_.room<Bf16>(batches * s.m * s.k);
-      launch_pack_bf16(p.x, batches, s.x_batch, s.m, s.x_stride, s.k, packed, stream_);
-      launched();
+      if (!(from == packed_from_)) {
+        launch_pack_bf16(p.x, batches, s.x_batch, s.m, s.x_stride, s.k, packed, stream_);
+        launched();
+        packed_from_ = from;
+      }
       s.x_stride = s.k;
       s.x_batch = s.x_batch == 0 ? 0 : s.m * s.k;
       x = packed;
@@ -326,6 +341,7 @@ class CudaCompute final : public Compute {
   Stream stream_;
   std::deque<Buffer> owned_;
   std::vector<Experts> experts_;
+  PackedFrom packed_from_;  // within one run()
   Array packed_, hidden_, expert_out_, expert_ids_, expert_weights_, expert_first_, expert_order_, expert_places_, ids_,
       rows_;
 };
