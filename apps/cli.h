@@ -42,6 +42,22 @@ void check_impl(const std::string& impl);
 /// Accepts numbers from `low` to `high`, and no NaN, which CLI::Range lets pass.
 CLI::Validator number_from(double low, double high);
 
+/// Where a model runs, chosen from --device and --precision.
+struct DeviceOptions {
+  std::string device = "auto";
+  std::string precision = "auto";
+};
+/// --device (GANNET_DEVICE) and --precision.
+void add_device_options(CLI::App& command, DeviceOptions& options);
+struct ChosenDevice {
+  Device device{};
+  ComputePrecision precision = ComputePrecision::kF32;
+  std::string text;  ///< "cuda:0, NVIDIA H200, projections in bf16 (auto)"
+};
+/// Throws for a device that is not there. `auto` is the device of --impl where that is given; else the first CUDA
+/// device, or the CPU where there is none. Projections on a GPU round to bf16 unless the latent cache is fp32.
+ChosenDevice choose_device(const DeviceOptions& options, const std::string& impl, LatentFormat latent);
+
 /// A pool of threads and the context over it.
 struct Machine {
   explicit Machine(const MachineOptions& options);
@@ -71,7 +87,9 @@ inline constexpr const char* kLatentNames = "fp32, bf16, e4m3, packed656, e4m3_p
 inline constexpr const char* kIndexNames = "fp32, bf16, fp8, fp8_pow2";
 /// Throws for names that are none of those, and for a scale of another format than e4m3, whose scale is 1 by default.
 CacheFormats cache_formats(const std::string& kv_dtype, std::optional<float> kv_scale, const std::string& index_dtype);
-QueryPrecision query_precision(const std::string& name, LatentFormat latent, bool sparse);
+/// `auto` rounds on a GPU where projections do, for its tensor cores.
+QueryPrecision query_precision(const std::string& name, LatentFormat latent, bool sparse,
+                               const ChosenDevice& device = {});
 /// --query-dtype alone, and --kv-scale alone.
 void add_query_option(CLI::App& command, std::string& query_dtype);
 void add_scale_option(CLI::App& command, std::optional<float>& kv_scale);

@@ -38,6 +38,7 @@ struct GenerateOptions {
   bool text_only = false;
   CacheOptions cache;
   MachineOptions machine;
+  DeviceOptions device;
 };
 
 // Prompt tokens of one step unless --chunk says otherwise: rows bring about this many bytes of activations with them,
@@ -177,6 +178,8 @@ void run_generate(const GenerateOptions& o) {
   const int64_t pages = o.pages > 0 ? o.pages : pages_for(longest, o.cache.page_size);
 
   Machine machine(o.machine);
+  const ChosenDevice device = choose_device(o.device, o.machine.impl, formats.latent);
+  const bool gpu = device.device.kind == DeviceKind::kCuda;
   Decoder decoder(machine.context, checkpoint,
                   {.backend = o.backend,
                    .impl = o.machine.impl,
@@ -187,7 +190,9 @@ void run_generate(const GenerateOptions& o) {
                    .index_hadamard = o.cache.index_hadamard,
                    .page_size = o.cache.page_size,
                    .num_pages = pages + 1,  // page 0 is nobody's
-                   .query = query_precision(o.cache.query_dtype, formats.latent, config.is_dsa()),
+                   .query = query_precision(o.cache.query_dtype, formats.latent, config.is_dsa(), device),
+                   .device = device.device,
+                   .precision = device.precision,
                    .invariant = o.invariant,
                    .draft = o.speculate > 0});
   warn_unknown_tensors(decoder);
@@ -264,6 +269,7 @@ void run_generate(const GenerateOptions& o) {
     out["attention_share_of_time"] = attention_share;
     out["backend"] = decoder.backend().name();
     for (const auto& [op, impl] : decoder.backend().implementations()) out["implementations"][op] = impl;
+    out["device"] = to_string(device.device);
     out["projections"] = decoder.compute().name();
     out["gemm_library"] = Projector::gemm_library();
     out["threads"] = machine.pool.num_workers();
@@ -291,14 +297,17 @@ void run_generate(const GenerateOptions& o) {
                           ? fmt::format("{} bytes/token: {} latent {}, {} index keys {}", cost.total(),
                                         cost.latent_bytes, o.cache.kv_dtype, cost.index_bytes, o.cache.index_dtype)
                           : fmt::format("{} bytes/token, {}", cost.total(), o.cache.kv_dtype));
-    if (config.is_dsa())
+    if (config.is_dsa() && !gpu)
       t.row("sparse layers", fmt::format("attended {} of {} tokens ({:.1f} %)", d.attended_keys, d.visible_keys,
                                          100.0 * share(d.attended_keys, d.visible_keys)));
-    t.row("attention", fmt::format("{:.1f} % of the time, backend {}, {}", 100.0 * attention_share,
-                                   decoder.backend().name(), implementations_text(decoder)));
-    t.row("projections",
-          fmt::format("{}{}; GEMM library {}", decoder.compute().name(), o.invariant ? ", invariant" : "",
-                      o.invariant ? "not used" : Projector::gemm_library()));
+    t.row("device", device.text);
+    const std::string share_text = gpu ? "" : fmt::format("{:.1f} % of the time, ", 100.0 * attention_share);
+    t.row("attention",
+          fmt::format("{}backend {}, {}", share_text, decoder.backend().name(), implementations_text(decoder)));
+    t.row("projections", gpu ? decoder.compute().name()
+                             : fmt::format("{}{}; GEMM library {}", decoder.compute().name(),
+                                           o.invariant ? ", invariant" : "",
+                                           o.invariant ? "not used" : Projector::gemm_library()));
     t.row("threads", std::to_string(machine.pool.num_workers()));
     t.row("memory",
           fmt::format("peak {}: weights mapped {}, KV pool {}", bytes_text(static_cast<double>(peak_memory_bytes())),
@@ -361,5 +370,6 @@ void add_generate_command(CLI::App& app) {
   c.add_flag("--text-only", o.text_only, "Print the text alone");
   add_cache_options(c, o.cache);
   add_machine_options(c, o.machine);
+  add_device_options(c, o.device);
   c.callback([options] { run_generate(*options); });
 }

@@ -26,6 +26,7 @@ struct VerifyOptions {
   bool invariant = false, index_hadamard = false;
   std::string backend;
   MachineOptions machine;
+  DeviceOptions device;
 };
 
 /// The longest prompt with its continuation, in pages, and page 0.
@@ -41,6 +42,7 @@ bool verify_model(const VerifyOptions& o, Machine& machine, const std::vector<Go
   const CacheFormats formats = cache_formats(kv_dtype, o.kv_scale, index_dtype);
   Checkpoint checkpoint = Checkpoint::open(*o.model);
   const bool sparse = checkpoint.config().is_dsa();
+  const ChosenDevice device = choose_device(o.device, o.machine.impl, formats.latent);
   Decoder decoder(machine.context, checkpoint,
                   {.backend = o.backend,
                    .impl = o.machine.impl,
@@ -51,7 +53,9 @@ bool verify_model(const VerifyOptions& o, Machine& machine, const std::vector<Go
                    .index_hadamard = o.index_hadamard,
                    .page_size = o.page_size,
                    .num_pages = pages_needed(prompts, o.page_size),
-                   .query = query_precision(o.query_dtype, formats.latent, sparse),
+                   .query = query_precision(o.query_dtype, formats.latent, sparse, device),
+                   .device = device.device,
+                   .precision = device.precision,
                    .invariant = o.invariant,
                    .draft = has_mtp(prompts)});
   warn_unknown_tensors(decoder);
@@ -72,8 +76,8 @@ bool verify_model(const VerifyOptions& o, Machine& machine, const std::vector<Go
   std::string impls;
   for (const auto& [op, impl] : decoder.backend().implementations())
     impls += fmt::format("{}{}: {}", impls.empty() ? "" : ", ", op, impl);
-  std::printf("  ran on %s; projections: %s; threads: %d\n", impls.c_str(), decoder.compute().name(),
-              machine.pool.num_workers());
+  std::printf("  ran on %s: %s; projections: %s; threads: %d\n", device.text.c_str(), impls.c_str(),
+              decoder.compute().name().c_str(), machine.pool.num_workers());
   return passed;
 }
 
@@ -173,5 +177,6 @@ void add_verify_command(CLI::App& app) {
   c.add_flag("--invariant", o.invariant, "Run in the invariant mode");
   c.add_option("--backend", o.backend, "Attention backend; default: that of the architecture");
   add_machine_options(c, o.machine);
+  add_device_options(c, o.device);
   c.callback([options] { run_verify(*options); });
 }

@@ -20,6 +20,9 @@ inline namespace v0 {
 /// the reason for 0 in words.
 GANNET_API int cuda_device_count(std::string* why = nullptr);
 
+/// "NVIDIA H200". Throws kUnsupported where there is no such device.
+GANNET_API std::string cuda_device_name(int index = 0);
+
 /// Memory of a device by cudaMalloc and cudaFree; the latter waits for all work on the device, so that nothing in
 /// flight loses its memory. One object a device for the whole process. Throws kUnsupported where there is no such
 /// device; allocate throws kOutOfMemory with what was wanted and what is free.

@@ -67,6 +67,7 @@ int cuda_device_count(std::string* why) {
   if (why != nullptr) *why = cuda::kWhy;
   return 0;
 }
+std::string cuda_device_name(int) { cuda::refuse("cuda_device_name"); }
 MemoryResource& cuda_memory(int) { cuda::refuse("cuda_memory"); }
 void cuda_copy(void*, const void*, size_t, Device, Stream) { cuda::refuse("cuda_copy"); }
 void cuda_wait(Device, Stream) { cuda::refuse("cuda_wait"); }

@@ -214,6 +214,9 @@ Decoder::Decoder(const Context& context, Checkpoint& checkpoint, const DecoderOp
       rope_(config_.rope, config_.qk_rope_head_dim),
       scratch_(std::make_unique<Scratch>(compute_->memory())) {
   if (options_.max_context_len <= 0) options_.max_context_len = config_.max_position_embeddings;
+  if (options_.invariant && options_.device.kind != DeviceKind::kCpu)
+    fail(ErrorCode::kUnsupported, "Decoder", "invariant on {}; accepted: on the CPU (bits of {} depend on the batch)",
+         to_string(options_.device), compute_->name());
   load(checkpoint);
   if (options_.draft && !draft_refusal_.empty()) fail(ErrorCode::kUnsupported, "draft", "{}", draft_refusal_);
   make_backend();

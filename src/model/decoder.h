@@ -59,7 +59,7 @@ struct DecoderOptions {
   QueryPrecision query = QueryPrecision::kF32;
   Device device{};         ///< where caches, weights and everything that is computed lie
   ComputePrecision precision = ComputePrecision::kF32;  ///< of projections on a GPU
-  bool invariant = false;  ///< rows' bits do not depend on chunks, batch neighbours or threads
+  bool invariant = false;  ///< rows' bits do not depend on chunks, batch neighbours or threads; on the CPU only
   bool draft = false;      ///< run the MTP layer; refused where the checkpoint has none
   /// Decode steps go through plans that are captured once per (requests, rows a request) and refreshed in place. The
   /// bits are the same either way.

@@ -165,6 +165,14 @@ int cuda_device_count(std::string* why) {
   return count;
 }
 
+std::string cuda_device_name(int index) {
+  constexpr const char* kName = "cuda_device_name";
+  cuda::require_device(kName, index);
+  cudaDeviceProp properties{};
+  GANNET_CUDA(kName, cudaGetDeviceProperties(&properties, index));
+  return properties.name;
+}
+
 MemoryResource& cuda_memory(int index) {
   cuda::require_device("cuda_memory", index);
   static std::mutex mutex;
