@@ -24,13 +24,15 @@ INSTANTIATE_TEST_SUITE_P(Checkpoints, CudaModel, testing::ValuesIn(checkpoint_na
   return name;
 });
 
-void compare_all(const std::string& name, const DecoderOptions& given, const GoldenCriteria& criteria) {
+void compare_all(const std::string& name, const DecoderOptions& given) {
   const Context context;
   Checkpoint checkpoint = Checkpoint::open(checkpoint_dir(name));
   const std::vector<GoldenPrompt> prompts = load_golden(checkpoint.directory(), checkpoint.config());
   ASSERT_FALSE(prompts.empty());
   size_t longest = 0;
   for (const GoldenPrompt& p : prompts) longest = std::max(longest, p.ids.size() + p.continuation.size());
+  const GoldenCriteria criteria =
+      GoldenCriteria::of(prompts, checkpoint.config().is_dsa(), given.latent_format, given.index_format);
   DecoderOptions options = given;
   options.device = kDevice;
   options.num_pages = pages_for(static_cast<int64_t>(longest), 64) + 1;
@@ -53,14 +55,12 @@ void compare_all(const std::string& name, const DecoderOptions& given, const Gol
 }
 
 TEST_P(CudaModel, Fp32CachesAndActivationsAreExact) {
-  compare_all(GetParam(), {.latent_format = LatentFormat::kF32, .index_format = IndexKFormat::kF32},
-              GoldenCriteria::exact());
+  compare_all(GetParam(), {.latent_format = LatentFormat::kF32, .index_format = IndexKFormat::kF32});
 }
 
 // bf16 weights, activations, queries and latents, fp8 index keys: what the command does by default.
 TEST_P(CudaModel, NarrowOnesStayClose) {
-  compare_all(GetParam(), {.query = QueryPrecision::kBf16, .precision = ComputePrecision::kBf16},
-              GetParam() == "tiny-dsv32" ? GoldenCriteria::narrow() : GoldenCriteria::narrow_random());
+  compare_all(GetParam(), {.query = QueryPrecision::kBf16, .precision = ComputePrecision::kBf16});
 }
 
 // A recorded step is the step: growing and shrinking batches, requests that come and go.
