@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cuda/common/check.h"
+#include "cuda/common/tensor_map.h"
 #include "cuda/sm90/prefill.cuh"
 #include "cuda/sm90/set.h"
 
@@ -21,13 +22,20 @@ void run_ragged_prefill(const RaggedPrefill& p, const RunContext& c) {
   if (problem.num_requests == 0) return;  // rows of no request
   int sms = 0;
   GANNET_CUDA(function, cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, p.q.device.index));
+  ragged::Maps maps{};
+  maps.q = map_rows(function, p.q, ragged::kTileRows);
+  if (p.k.shape[0] > 0) {  // else no keys are read
+    maps.k = map_rows(function, p.k, ragged::kKeys);
+    maps.last = p.k_rope.given() ? map_rows(function, p.k_rope, ragged::kKeys) : maps.k;
+    maps.v = map_rows(function, p.v, ragged::kKeys);
+  }
   const auto stream = static_cast<cudaStream_t>(c.stream.handle);
   auto* counter = reinterpret_cast<int*>(c.workspace);
   GANNET_CUDA(function, cudaMemsetAsync(counter, 0, sizeof(int), stream));
   GANNET_CUDA(function, cudaFuncSetAttribute(ragged::prefill_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                              ragged::kSharedBytes));
   ragged::prefill_kernel<<<static_cast<unsigned>(std::min<int64_t>(sms, ids)), ragged::kThreads, ragged::kSharedBytes,
-                           stream>>>(problem, counter, static_cast<int>(ids));
+                           stream>>>(problem, maps, counter, static_cast<int>(ids));
   GANNET_CUDA(function, cudaGetLastError());
 }
 

@@ -9,7 +9,7 @@
 //   - the warpgroups take turns (named barriers kTurn): while one multiplies, the other is in its softmax;
 //   - within a warpgroup S of the next keys and P V of these are both under way, and the softmax of the former runs
 //     under the latter.
-// O and S in fp32 are 64 registers each, P 32: 160 of 232.
+// O and S in fp32 are 64 registers each, P 32: 160 of 240.
 //
 // Bytes. A tile of keys and values is 80 KB for 10.5 Mflop: 128 flop a byte, 5 TB/s from the L2 at 650 TFLOP/s, which
 // is near what it gives; the order of tiles (prefill_problem.cuh) keeps the keys of one or two heads in it. Shared
@@ -19,9 +19,9 @@
 // Shared memory: Q 48 KB, two stages of K 96 KB and of V 64 KB: 208 KB, one block a multiprocessor. Blocks persist and
 // take tiles from a counter, the long ones first; the loads of the next tile run under the end of this one.
 //
-// Loads. A producer warpgroup with cp.async into the swizzle that wgmma reads; each copy announces itself at the
-// stage's mbarrier. The consumers order them before their products with a proxy fence. Keys beyond those of the tile's
-// last row are zeros and not read. A consumer releases Q with its last S, K after each S, V after each P V.
+// Loads. One thread orders boxes of 128 rows and 64 columns from the copy engine, which lays them down in the swizzle
+// that wgmma reads and counts their bytes at the stage's mbarrier. Boxes know the tensor, not the request: behind a
+// request's keys they hold those of the next. A consumer releases Q with its last S, K after each S, V after each P V.
 //
 // Masks as in mma/prefill.cuh: tiles of keys start at multiples of 128 from the request's first key, weights of keys
 // that are not seen are 0, and values that are not finite on the diagonal go row by row. So a row's bits depend on its
@@ -32,6 +32,7 @@
 
 #include "cuda/common/prefill_problem.cuh"
 #include "cuda/common/prefill_values.cuh"
+#include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
 
 namespace gannet {
@@ -53,14 +54,13 @@ constexpr int kQuerySize = kDk / 64 * kBlockBytes, kKeySize = kDk / 64 * kBlockB
               kValueSize = kDv / 64 * kBlockBytes;
 constexpr int kTileBytes = kQuerySize + kStages * (kKeySize + kValueSize);
 constexpr int kAlignment = 1024;                                  // of a swizzled block
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 128 * 40 + 256 * 232 = 64,512 of 65,536
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // 128 * 24 + 256 * 240 = 64,512 of 65,536
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // Named barriers; 0 is __syncthreads.
-constexpr int kTurn = 1;       // and 2: the warpgroup may issue its products
-constexpr int kProducers = 3;  // among the producer's threads
-constexpr int kVote = 4;       // and 5: within a consumer warpgroup
+constexpr int kTurn = 1;  // and 2: the warpgroup may issue its products
+constexpr int kVote = 3;  // and 4: within a consumer warpgroup
 
 struct Shared {
   uint64_t q_full, q_empty;
@@ -70,96 +70,84 @@ struct Shared {
 constexpr int kSharedBytes = kTileBytes + static_cast<int>(sizeof(Shared));
 static_assert(kSharedBytes <= 227 * 1024);
 
+/// A number that is the same in all lanes, as the compiler's uniform registers have it: what follows from it, stages
+/// and descriptors of wgmma above all, is then computed once a warp instead of being moved there for each product. (A
+/// reduction's result is uniform to the assembler, a shuffle's is not.)
+__device__ inline int same_in_warp(int x) { return __reduce_max_sync(kAllLanes, x); }
+
 /// How many tiles of keys a tile has, and how many of them every row sees whole.
 struct Extent {
   int least, most, tiles, plain;
   __device__ explicit Extent(const Tile& t)
-      : least(t.sees(0)), most(t.sees(t.num_rows - 1)), tiles((most + kKeys - 1) / kKeys), plain(least / kKeys) {}
+      : least(same_in_warp(t.sees(0))),
+        most(same_in_warp(t.sees(t.num_rows - 1))),
+        tiles((most + kKeys - 1) / kKeys),
+        plain(least / kKeys) {}
 };
 
 // ---- producer ---------------------------------------------------------------------------------------------------
 
-__device__ inline void produce(const Problem& p, Shared& s, uint32_t q_shared, int* counter, int num_ids) {
-  const int tid = static_cast<int>(threadIdx.x) - kConsumerThreads, lane = tid % 32;
-  // Eight threads copy 128 bytes of a row; a thread's rows are kRowsAtOnce apart, so that its piece stays the same.
-  constexpr int kRowsAtOnce = kProducerThreads / 8;
-  static_assert(kRowsAtOnce % 8 == 0);
-  const int piece = tid % 8, row0 = tid / 8;
-  const uint32_t offset = row0 * 128 + (piece ^ (row0 % 8)) * 16;
-  const uint32_t k_shared = q_shared + kQuerySize + offset, v_shared = k_shared + kStages * kKeySize;
+/// Tensors as the copy engine knows them (common/tensor_map.h): boxes of 128 rows of q, k and v. The last block of a
+/// key is read from `last`: the same as k, or the rotated part that all heads share.
+struct Maps {
+  CUtensorMap q, k, last, v;
+};
+
+/// One warp; lane 0 gives the orders.
+__device__ inline void produce(const Problem& p, const Maps& maps, Shared& s, uint32_t q_shared, int* counter,
+                               int num_ids) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const uint32_t k_shared = q_shared + kQuerySize, v_shared = k_shared + kStages * kKeySize;
   int taken = static_cast<int>(blockIdx.x);  // lane 0's: the next id, asked for long before it is needed
   int count = 0;                             // tiles of keys so far
   for (int i = 0;; ++i) {
-    if (tid < 32) {
-      Tile found;
-      bool any = false;
-      while (!any) {  // ids that a request does not need are passed over
-        const int id = __shfl_sync(kAllLanes, taken, 0);
-        if (id >= num_ids) break;
-        any = prefill::find_tile<kTileRows>(p, found, static_cast<unsigned>(id), static_cast<unsigned>(num_ids));
-        if (lane == 0) taken = static_cast<int>(gridDim.x) + fetch_increment(counter);
-      }
-      if (!any) found.num_rows = 0;
+    Tile t;
+    bool any = false;
+    while (!any) {  // ids that a request does not need are passed over
+      const int id = __shfl_sync(kAllLanes, taken, 0);
+      if (id >= num_ids) break;
+      any = prefill::find_tile<kTileRows>(p, t, static_cast<unsigned>(id), static_cast<unsigned>(num_ids));
+      if (lane == 0) taken = static_cast<int>(gridDim.x) + fetch_increment(counter);
+    }
+    if (!any) t.num_rows = 0;
+    if (lane == 0) {
+      const int most = any ? t.sees(t.num_rows - 1) : 0, kv_row = static_cast<int>(t.kv_row);
+      auto load_keys = [&](int first) {
+        const int stage = count % kStages;
+        const uint32_t key = k_shared + stage * kKeySize;
+        mbarrier_wait(&s.k_empty[stage], (count / kStages & 1) ^ 1);
+        mbarrier_arrive_expecting(&s.k_full[stage], kKeySize);
+        copy_box(key, maps.k, &s.k_full[stage], 0, t.head, kv_row + first);
+        copy_box(key + kBlockBytes, maps.k, &s.k_full[stage], 64, t.head, kv_row + first);
+        const bool shared_rope = p.k_rope != nullptr;
+        copy_box(key + 2 * kBlockBytes, maps.last, &s.k_full[stage], shared_rope ? 0 : 128, shared_rope ? 0 : t.head,
+                 kv_row + first);
+      };
+      if (most > 0) load_keys(0);  // there may be a place for them before there is one for the queries
       mbarrier_wait(&s.q_empty,
-                    (i & 1) ^ 1);  // all consumers are past the tile before the last, whose place this takes
-      if (lane == 0) s.tiles[i & 1] = found;
-    } else {
-      mbarrier_wait(&s.q_empty, (i & 1) ^ 1);
-    }
-    named_barrier_sync(kProducers, kProducerThreads);
-    const Tile& t = s.tiles[i & 1];
-    if (tid == 0) mbarrier_arrive(&s.q_full);
-    const int num_rows = t.num_rows;
-    if (num_rows == 0) {
-      copy_async_arrive(&s.q_full);
-      break;
-    }
-    {
-      const uint16_t* source = p.q + (t.q_row + row0) * p.q_row_stride + t.head * p.q_head_stride + 8 * piece;
-#pragma unroll 1
-      for (int r = row0; r < kTileRows; r += kRowsAtOnce) {
-        const uint32_t target = q_shared + offset + (r - row0) * 128;
+                    (i & 1) ^ 1);  // and all consumers are past the tile before the last, whose slot this takes
+      s.tiles[i & 1] = t;
+      if (!any) {
+        mbarrier_arrive(&s.q_full);
+      } else {
+        mbarrier_arrive_expecting(&s.q_full, kQuerySize);
 #pragma unroll
-        for (int b = 0; b < kDk / 64; ++b) copy_async_16(target + b * kBlockBytes, source + 64 * b, r < num_rows);
-        source += kRowsAtOnce * p.q_row_stride;
+        for (int b = 0; b < kDk / 64; ++b)
+          copy_box(q_shared + b * kBlockBytes, maps.q, &s.q_full, 64 * b, t.head, static_cast<int>(t.q_row));
       }
-      copy_async_arrive(&s.q_full);
-    }
-    const int most = t.sees(num_rows - 1);
-    const int64_t kv_row = t.kv_row + row0;
-    const uint16_t* key = p.k + kv_row * p.k_row_stride + t.head * p.k_head_stride + 8 * piece;
-    // The third block of a key is its own, or the rotated part that all heads share.
-    const bool shared_rope = p.k_rope != nullptr;
-    const uint16_t* rope = shared_rope ? p.k_rope + kv_row * p.rope_row_stride + 8 * piece : key + 128;
-    const int64_t rope_step = kRowsAtOnce * (shared_rope ? p.rope_row_stride : p.k_row_stride);
-    const uint16_t* value = p.v + kv_row * p.v_row_stride + t.head * p.v_head_stride + 8 * piece;
 #pragma unroll 1
-    for (int first = row0; first - row0 < most; first += kKeys, ++count) {
-      const int stage = count % kStages;
-      const uint32_t parity = (count / kStages & 1) ^ 1;
-      mbarrier_wait(&s.k_empty[stage], parity);
-#pragma unroll 2
-      for (int r = 0; r < kKeys; r += kRowsAtOnce) {
-        const uint32_t target = k_shared + stage * kKeySize + r * 128;
-        const bool ok = first + r < most;
-        copy_async_16(target, key, ok);
-        copy_async_16(target + kBlockBytes, key + 64, ok);
-        copy_async_16(target + 2 * kBlockBytes, rope, ok);
-        key += kRowsAtOnce * p.k_row_stride;
-        rope += rope_step;
+      for (int first = 0; first < most; first += kKeys, ++count) {
+        if (first > 0) load_keys(first);
+        const int stage = count % kStages;
+        const uint32_t value = v_shared + stage * kValueSize;
+        mbarrier_wait(&s.v_empty[stage], (count / kStages & 1) ^ 1);
+        mbarrier_arrive_expecting(&s.v_full[stage], kValueSize);
+        copy_box(value, maps.v, &s.v_full[stage], 0, t.head, kv_row + first);
+        copy_box(value + kBlockBytes, maps.v, &s.v_full[stage], 64, t.head, kv_row + first);
       }
-      copy_async_arrive(&s.k_full[stage]);
-      mbarrier_wait(&s.v_empty[stage], parity);
-#pragma unroll 2
-      for (int r = 0; r < kKeys; r += kRowsAtOnce) {
-        const uint32_t target = v_shared + stage * kValueSize + r * 128;
-        const bool ok = first + r < most;
-        copy_async_16(target, value, ok);
-        copy_async_16(target + kBlockBytes, value + 64, ok);
-        value += kRowsAtOnce * p.v_row_stride;
-      }
-      copy_async_arrive(&s.v_full[stage]);
     }
+    __syncwarp();
+    if (!any) break;
   }
 }
 
@@ -224,6 +212,8 @@ __device__ inline void consume(const Problem& p, Shared& s, unsigned char* share
   const float scale = p.softmax_scale * kLog2E;
   const uint32_t q_address = shared_address(shared), k_address = q_address + kQuerySize,
                  v_address = k_address + kStages * kKeySize;
+  const uint64_t q_descriptor = k_major(q_address + group * kGroupRows * 128), k_descriptor = k_major(k_address),
+                 v_descriptor = mn_major(v_address, kBlockBytes);
   auto release = [&](uint64_t* barrier) {
     if (lane == 0) mbarrier_arrive(barrier);
   };
@@ -232,10 +222,11 @@ __device__ inline void consume(const Problem& p, Shared& s, unsigned char* share
   for (int i = 0;; ++i) {
     mbarrier_wait(&s.q_full, i & 1);
     const Tile& t = s.tiles[i & 1];
-    if (t.num_rows == 0) break;
+    const int num_rows = same_in_warp(t.num_rows);
+    if (num_rows == 0) break;
     const Extent extent(t);
     if (extent.tiles == 0) release(&s.q_empty);
-    if (group * kGroupRows >= t.num_rows) {  // no rows: keep the producer going
+    if (group * kGroupRows >= num_rows) {  // no rows: keep the producer going
       for (int j = 0; j < extent.tiles; ++j, ++count) {
         mbarrier_wait(&s.k_full[count % kStages], count / kStages & 1);
         release(&s.k_empty[count % kStages]);
@@ -245,7 +236,7 @@ __device__ inline void consume(const Problem& p, Shared& s, unsigned char* share
       }
       continue;
     }
-    const bool turns = t.num_rows > kGroupRows;  // the other warpgroup has rows too
+    const bool turns = num_rows > kGroupRows;  // the other warpgroup has rows too
 
     float o[kDv / 2], score[kKeys / 2], factor[2] = {1.0f, 1.0f};
     uint32_t weights[kKeys / 16][4];
@@ -253,24 +244,25 @@ __device__ inline void consume(const Problem& p, Shared& s, unsigned char* share
 #pragma unroll
     for (float& x : o) x = 0.0f;
 
+    // Addresses in a descriptor are in units of 16 bytes, in its low bits: steps are added to it.
     auto start_scores = [&](int stage) {
+      const uint64_t k = k_descriptor + stage * (kKeySize / 16);
       hold_registers(score);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < kDk / 16; ++k) {
-        const uint32_t at = k / 4 * kBlockBytes + k % 4 * 32;
-        wgmma_m64n128_ss(score, k_major(q_address + group * kGroupRows * 128 + at),
-                         k_major(k_address + stage * kKeySize + at), k != 0);
+      for (int i = 0; i < kDk / 16; ++i) {
+        const int at = (i / 4 * kBlockBytes + i % 4 * 32) / 16;
+        wgmma_m64n128_ss(score, q_descriptor + at, k + at, i != 0);
       }
       wgmma_commit();
     };
     auto start_values = [&](int stage) {
+      const uint64_t v = v_descriptor + stage * (kValueSize / 16);
       hold_registers(o);
       hold_registers(weights);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < kKeys / 16; ++k)
-        wgmma_m64n128_rs_mn(o, weights[k], mn_major(v_address + stage * kValueSize + k * 2048, kBlockBytes), true);
+      for (int i = 0; i < kKeys / 16; ++i) wgmma_m64n128_rs_mn(o, weights[i], v + i * (2048 / 16), true);
       wgmma_commit();
     };
     auto take_turn = [&] {
@@ -300,9 +292,8 @@ __device__ inline void consume(const Problem& p, Shared& s, unsigned char* share
     // ---- tiles of keys that every row sees whole ----
     if (extent.plain > 0) {
       mbarrier_wait(&s.k_full[count % kStages], count / kStages & 1);
-      fence_async_shared();
       take_turn();
-      start_scores(count % kStages);
+      start_scores(same_in_warp(count % kStages));
       pass_turn();
       wgmma_wait<0>();
       hold_registers(score);
@@ -312,10 +303,9 @@ __device__ inline void consume(const Problem& p, Shared& s, unsigned char* share
       pack_weights();
 #pragma unroll 1
       for (int j = 1; j < extent.plain; ++j, ++count) {
-        const int v_stage = count % kStages, k_stage = (count + 1) % kStages;
+        const int v_stage = same_in_warp(count % kStages), k_stage = same_in_warp((count + 1) % kStages);
         mbarrier_wait(&s.k_full[k_stage], (count + 1) / kStages & 1);
         mbarrier_wait(&s.v_full[v_stage], count / kStages & 1);
-        fence_async_shared();
         take_turn();
         start_scores(k_stage);
         start_values(v_stage);
@@ -336,8 +326,7 @@ __device__ inline void consume(const Problem& p, Shared& s, unsigned char* share
         pack_weights();
       }
       mbarrier_wait(&s.v_full[count % kStages], count / kStages & 1);
-      fence_async_shared();
-      start_values(count % kStages);
+      start_values(same_in_warp(count % kStages));
       wgmma_wait<0>();
       hold_registers(o);
       release(&s.v_empty[count % kStages]);
@@ -347,10 +336,9 @@ __device__ inline void consume(const Problem& p, Shared& s, unsigned char* share
     // ---- the others: the diagonal, and the end of the keys ----
 #pragma unroll 1
     for (int j = extent.plain; j < extent.tiles; ++j, ++count) {
-      const int stage = count % kStages, first = j * kKeys;
+      const int stage = same_in_warp(count % kStages), first = j * kKeys;
       const uint32_t parity = count / kStages & 1;
       mbarrier_wait(&s.k_full[stage], parity);
-      fence_async_shared();
       take_turn();
       start_scores(stage);
       pass_turn();
@@ -373,17 +361,22 @@ __device__ inline void consume(const Problem& p, Shared& s, unsigned char* share
       rescale();
       pack_weights();
       mbarrier_wait(&s.v_full[stage], parity);
-      fence_async_shared();
       bool by_row = false;
       const int v_at = kQuerySize + kStages * kKeySize + stage * kValueSize;
-      if (extent.least < extent.most) {  // some rows see keys of this tile that others do not
+      {
+        // What stands behind the keys of the tile's last row is not theirs: zeros instead. Both warpgroups write them,
+        // so that neither waits for the other.
+        const int limit = extent.most - first;
         uint32_t seen = 0;
 #pragma unroll 4
-        for (int at = 16 * tid; at < kValueSize; at += 16 * 128) {
-          const uint4 v = *reinterpret_cast<const uint4*>(shared + v_at + at);
-          seen = note_non_finite(note_non_finite(note_non_finite(note_non_finite(seen, v.x), v.y), v.z), v.w);
+        for (int n = 0; n < kValueSize / (16 * 128); ++n) {  // a thread takes 16 bytes of every 16th key
+          auto& v = *reinterpret_cast<uint4*>(shared + v_at + 16 * (tid + 128 * n));
+          if ((tid / 8 + 16 * n) % kKeys >= limit) v = uint4{0, 0, 0, 0};
+          else seen = note_non_finite(note_non_finite(note_non_finite(note_non_finite(seen, v.x), v.y), v.z), v.w);
         }
-        by_row = named_barrier_or(kVote + group, 128, any_non_finite(seen));
+        fence_async_shared();
+        const bool found = named_barrier_or(kVote + group, 128, any_non_finite(seen));
+        by_row = found && extent.least < extent.most;  // some rows see keys of this tile that others do not
       }
       if (!by_row) {
         start_values(stage);
@@ -433,16 +426,16 @@ __device__ inline void consume(const Problem& p, Shared& s, unsigned char* share
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
-    prefill_kernel(const __grid_constant__ Problem p, int* counter, int num_ids) {
+    prefill_kernel(const __grid_constant__ Problem p, const __grid_constant__ Maps maps, int* counter, int num_ids) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(kAlignment) unsigned char shared[];
   Shared& s = *reinterpret_cast<Shared*>(shared + kTileBytes);
   if (threadIdx.x == 0) {
-    mbarrier_init(&s.q_full, kProducerThreads + 1);
+    mbarrier_init(&s.q_full, 1);
     mbarrier_init(&s.q_empty, kConsumerWarps);
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&s.k_full[i], kProducerThreads);
-      mbarrier_init(&s.v_full[i], kProducerThreads);
+      mbarrier_init(&s.k_full[i], 1);
+      mbarrier_init(&s.v_full[i], 1);
       mbarrier_init(&s.k_empty[i], kConsumerWarps);
       mbarrier_init(&s.v_empty[i], kConsumerWarps);
     }
@@ -451,10 +444,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (threadIdx.x < kConsumerThreads) {
     register_increase<kConsumerRegisters>();
-    consume(p, s, shared, static_cast<int>(threadIdx.x) / 128);
+    consume(p, s, shared, same_in_warp(static_cast<int>(threadIdx.x) / 128));
   } else {
     register_decrease<kProducerRegisters>();
-    produce(p, s, shared_address(shared), counter, num_ids);
+    if (threadIdx.x < kConsumerThreads + 32) produce(p, maps, s, shared_address(shared), counter, num_ids);
   }
 #endif
 }
