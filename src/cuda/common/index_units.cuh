@@ -164,8 +164,8 @@ struct Schedule {
   static_assert(kSlots <= 32);
   static constexpr int kThreads = 32 * kWarps;
 
-  Part parts[kMaxUnits + 1];  // of the phase; the last one's `begin` is the number of tiles
-  int32_t bounds[kSlots];     // keys that the row of a slot sees; slot = part * rows_per_unit + row
+  Part parts[kMaxUnits + 1];   // of the phase; the last one's `begin` is the number of tiles
+  int32_t bounds[kSlots + 4];  // keys that the row of a slot sees; slot = part * rows_per_unit + row
   int64_t warp_tiles[kWarps];
   int next_unit;         // of the next phase
   int64_t tiles_before;  // before it

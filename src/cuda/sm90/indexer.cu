@@ -18,7 +18,8 @@ void launch(const char* function, index_units::Problem a, int device, int64_t ro
   GANNET_CUDA(function, cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
   index_units::choose_units(a, rows, C::kSlots);
   const size_t bytes = C::shared_bytes(a.rows_per_unit * a.units_per_phase);
-  launch_overlapped(function, indexer::index_logits_kernel<C>, sms, indexer::kThreads, bytes, device, stream, a);
+  auto* kernel = a.block.bf16 ? indexer::index_logits_kernel<C, uint16_t> : indexer::index_logits_kernel<C, float>;
+  launch_overlapped(function, kernel, sms, indexer::kThreads, bytes, device, stream, a);
 }
 
 }  // namespace

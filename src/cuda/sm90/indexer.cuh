@@ -8,13 +8,13 @@
 // with one row reads 132 bytes and writes 4 for each: 4.4 TB/s are 33 G a second, bound by memory with room for two
 // rows.
 //
-// Roles. 16 warps, four warpgroups, all alike. A warpgroup takes tiles of 64 keys as M; a warp's 16 keys of it come into
-// a ring of its own (three stages of 2 KB and 16 scales) as bulk copies, or by cp.async where pages hold no run of 16
-// keys, so warps never wait for each other but in wgmma itself. Page ids are looked up an item ahead. Keys go to
-// registers once (16 a thread) and stay there as the A operand for all rows of the unit; queries are B in shared memory,
-// e4m3 as they are, 64 columns at a time: a row of 64 heads or two of 32. Two sets of 32 accumulators a thread: the
-// products of a step run under relu and weights of the one before, four steps unrolled, since ptxas waits for products
-// that are under way across a branch. 512 threads of 128 registers.
+// Roles. 16 warps, four warpgroups, all alike. A warpgroup takes tiles of 64 keys as M from a ring of its own (four
+// stages of 8,448 bytes); its warps take turns in filling it, by bulk copies (cp.async where pages hold no run of 16
+// keys), three items ahead, and look up the page after that. So the price of finding a tile is paid by one warp of
+// four. Keys go to registers once (16 a thread) and stay there as the A operand for all rows of the unit; queries are B
+// in shared memory, e4m3 as they are, 64 columns at a time: a row of 64 heads or two of 32. Two sets of 32 accumulators
+// a thread: the products of a step run under relu and weights of the one before, four steps unrolled, since ptxas waits
+// for products that are under way across a branch. 512 threads of 128 registers.
 //
 // Operand order. K is permuted in both operands alike. Of a key a thread (lane % 4 = t) holds the 16 bytes
 // [64 c + 16 t, + 16) for c = 0, 1; a step of 32 takes two words of each. In a head's 128 bytes of B the words
@@ -26,10 +26,10 @@
 // Precision. Products are exact, but the fp8 tensor cores of Hopper add them with 13 bits or so behind the leading bit
 // of the largest term, not in fp32 (tolerances.h). Sets without that: cuda_mma, cuda_generic.
 //
-// Shared memory: rings 16 * 3 * (2,048 + 64) bytes = 99 KB; queries 8 KB a row of 64 heads, eight rows: 64 KB; weights.
+// Shared memory: rings 4 * 4 * 8,448 bytes = 132 KB; queries 8 KB a row of 64 heads, eight rows: 64 KB; weights.
 // Units, schedule, determinism: index_units.cuh, and as cuda/mma/indexer.cuh says.
 //
-// Measured on an H200, and what was tried: docs/kernels/indexer_cuda.md.
+// What was tried on an H200 stands in docs/kernels/indexer_cuda.md.
 #pragma once
 
 #include <type_traits>
@@ -47,11 +47,12 @@ namespace indexer {
 using namespace index_units;
 
 constexpr int kWarps = 16, kThreads = 32 * kWarps, kWarpgroups = kWarps / 4;
-constexpr int kStages = 3;
+constexpr int kStages = 4;  // a power of two; a warpgroup's warps fill them in turn
+constexpr int kAhead = 3;   // items between a copy and its use
 constexpr int kDim = 128;
 constexpr int kWarpKeys = 16;  // of a tile
-constexpr int kKeyBytes = kWarpKeys * kDim;
-constexpr int kStageBytes = kKeyBytes + 4 * kWarpKeys;  // values, then scales
+constexpr int kKeyBytes = kTileKeys * kDim;
+constexpr int kStageBytes = kKeyBytes + 4 * kTileKeys;  // values, then scales
 constexpr int kColumns = 64;                            // of B in one product
 constexpr int kMaxSlots = 16;                           // rows of queries in shared memory
 constexpr int kAlignment = 1024;                        // of a swizzled block
@@ -71,7 +72,7 @@ struct Config {
   __host__ __device__ static constexpr int padded(int slots) { return slots + kRowsPerStep - 1; }
   static constexpr size_t shared_bytes(int slots) {
     return kAlignment + static_cast<size_t>(padded(slots)) * (kSlotBytes + 4 * kHeads) +
-           static_cast<size_t>(kWarps) * kStages * kStageBytes;
+           static_cast<size_t>(kWarpgroups) * kStages * kStageBytes;
   }
 };
 
@@ -172,43 +173,53 @@ __device__ inline void store_if(bool condition, float* to, float x) {
                "r"(static_cast<int>(condition))
                : "memory");
 }
-__device__ inline void store_if(bool condition, uint16_t* to, uint16_t x) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.s32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}" ::"l"(to), "h"(x),
-               "r"(static_cast<int>(condition))
+__device__ inline void store_if(bool condition, uint16_t* to, float x) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.s32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}" ::"l"(to),
+               "h"(float_to_bf16(x)), "r"(static_cast<int>(condition))
                : "memory");
 }
+
+/// What the warps of a warpgroup need to know of an item.
+struct alignas(16) Item {
+  int slot, num_rows;  // rows of queries that see the tile
+  int tile_key;
+  int out_row;  // of the first of them
+};
 
 /// The value of lane 0, which all lanes have: products under way across a branch that may diverge, to the compiler's
 /// knowledge, would be waited for at once.
 __device__ inline int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-template <class C>
+template <class C, class Logit>
 __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_stream();
   extern __shared__ unsigned char shared[];
   __shared__ Schedule<kWarps, kMaxSlots> schedule;
-  __shared__ uint64_t barriers[kWarps][kStages];
+  __shared__ uint64_t full[kWarpgroups][kStages], empty[kWarpgroups][kStages];
+  __shared__ Item items[kWarpgroups][kStages];
   const int slots = p.rows_per_unit * p.units_per_phase;
   const uint32_t base = shared_address(shared), queries = (base + kAlignment - 1) / kAlignment * kAlignment;
   auto* const query_bytes = shared + (queries - base);  // [slot][head][128] swizzled
   auto* const weights =
       reinterpret_cast<float*>(query_bytes + C::padded(slots) * C::kSlotBytes);  // [slot][head pair][t][4]
-  const int tid = threadIdx.x, lane = tid % 32;
-  const int warp = uniform(tid / 32), warpgroup = warp / 4;
-  const int g = lane / 4, t = lane % 4;
-  const uint32_t ring = shared_address(weights + C::padded(slots) * C::kHeads) + warp * kStages * kStageBytes;
+  const int tid = threadIdx.x, lane = tid % 32, g = lane / 4, t = lane % 4;
+  const int warp = uniform(tid / 32), warpgroup = warp / 4, in_group = warp % 4;
+  const uint32_t ring = shared_address(weights + C::padded(slots) * C::kHeads) + warpgroup * kStages * kStageBytes;
 
-  const bool keys_in_page = p.cache.page_size % kWarpKeys == 0;
-  if (lane < kStages) mbarrier_init(&barriers[warp][lane], keys_in_page ? 1 : 2 * 32);
+  // Keys that surely lie in one page one behind the other are copied as a run; 0: each key by itself.
+  const int run = p.cache.page_size % kTileKeys == 0 ? kTileKeys : p.cache.page_size % kWarpKeys == 0 ? kWarpKeys : 0;
+  if (in_group == 0 && lane < kStages) {
+    mbarrier_init(&full[warpgroup][lane], run > 0 ? 1 : 2 * 32);
+    mbarrier_init(&empty[warpgroup][lane], 4);
+  }
   fence_async_shared();
   int64_t begin, end;
   if (uniform(schedule.find_stretch(p, begin, end)) == 0) return;
 
   const auto* pool = static_cast<const unsigned char*>(p.cache.data);
   const int64_t to_scales = int64_t{p.cache.page_size} * kDim;  // from the start of a page
-  int stage_index = 0;                                          // of the next item
-  uint32_t parity = 0;
+  int sequence = 0;  // of the warpgroup's next item; its stage and the parities of its barriers
 
   for (;;) {
     schedule.next_phase(p, begin, end);
@@ -223,179 +234,220 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
                                   : C::kRowsPerItem;
     const int items_per_tile = (p.rows_per_unit + rows_per_item - 1) / rows_per_item;
     const int num_items = uniform(num_tiles * items_per_tile);
+    const int mine = num_items > warpgroup ? (num_items - warpgroup + kWarpgroups - 1) / kWarpgroups : 0;
 
-    // Where this warp's keys of an item lie; one ahead of their copies, so that nobody waits for a page id. Keys of a
-    // warp that lie in one page are copied as a run; else a lane (of the first 16) has a key.
+    // What this warp copies next: it takes every fourth item of its warpgroup, and looks up where the keys lie right
+    // after the copies before, so that nobody waits for a page id. A lane has a run.
+    Item next{};
     int page = -1, offset = 0;
-    auto look_up = [&](int item) {
-      if (item >= num_items) return;
-      const int i = items_per_tile == 1 ? item : item / items_per_tile;
-      const Part& part = parts[schedule.part_of(i)];
-      const int first_key = (part.first_tile + i - part.begin) * kTileKeys + warp % 4 * kWarpKeys;
-      const int key = keys_in_page ? first_key : first_key + lane % kWarpKeys;
-      const PagePlace place = place_in_page(p, key);
-      page = key < part.keys ? part.page_ids[place.index] : -1;
-      offset = place.offset;
+    auto look_up = [&](int k) {
+      if (k >= mine) return;
+      const int index = warpgroup + k * kWarpgroups, i = items_per_tile == 1 ? index : index / items_per_tile;
+      const int e = schedule.part_of(i);
+      const Part& part = parts[e];
+      const int first_slot = e * p.rows_per_unit;
+      next.tile_key = (part.first_tile + i - part.begin) * kTileKeys;
+      int r = (index - i * items_per_tile) * rows_per_item;
+      const int last = min(r + rows_per_item, part.num_rows);
+      // Later rows see no less, so rows that do not see the tile come first.
+      while (r < last && schedule.bounds[first_slot + min(r + C::kRowsPerStep, last) - 1] <= next.tile_key)
+        r += C::kRowsPerStep;
+      next.slot = first_slot + r;
+      next.num_rows = max(last - r, 0);
+      next.out_row = static_cast<int>(part.first_row - p.block.first_row) + r;
+      const int position = next.tile_key + lane * run;
+      page = -1;
+      if (lane * run < kTileKeys && position < part.keys) {
+        const PagePlace place = place_in_page(p, position);
+        page = part.page_ids[place.index];
+        offset = place.offset;
+      }
     };
-    // Starts the copies of what look_up() found.
-    auto start_item = [&](int item, int to_stage) {
-      if (item >= num_items) return;
-      const uint32_t stage = ring + to_stage * kStageBytes, scales = stage + kKeyBytes;
-      uint64_t* const barrier = &barriers[warp][to_stage];
-      const bool known = page >= 0 && page < p.cache.num_pages;
-      const unsigned char* from = pool + (known ? page : 0) * p.cache.page_stride_bytes;
-      auto no_page = [&] { asm volatile("st.shared.u32 [%0], %1;" ::"r"(scales + 4 * lane), "r"(kNoPage) : "memory"); };
-      if (keys_in_page) {
-        if (known) {
-          if (lane == 0) {
-            arrive_expecting(barrier, kStageBytes);
-            copy_bulk(stage, from + int64_t{offset} * kDim, kKeyBytes, barrier);
-            copy_bulk(scales, from + to_scales + 4 * offset, 4 * kWarpKeys, barrier);
-          }
-        } else {
-          if (lane < kWarpKeys) no_page();
+    auto copy_item = [&](int k) {
+      const int of_all = sequence + k, at_stage = of_all % kStages;
+      if (of_all >= kStages) mbarrier_wait(&empty[warpgroup][at_stage], (of_all / kStages - 1) & 1);
+      if (lane == 0) items[warpgroup][at_stage] = next;
+      const uint32_t stage = ring + at_stage * kStageBytes, scales = stage + kKeyBytes;
+      uint64_t* const barrier = &full[warpgroup][at_stage];
+      auto no_page = [&](int key) {
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(scales + 4 * key), "r"(kNoPage) : "memory");
+      };
+      if (run > 0) {
+        const bool known = page >= 0 && page < p.cache.num_pages, absent = !known && lane * run < kTileKeys;
+        const int bytes = __popc(__ballot_sync(0xffffffffu, known)) * run * (kDim + 4);
+        if (__any_sync(0xffffffffu, absent)) {
+          if (absent)
+            for (int key = lane * run; key < (lane + 1) * run; ++key) no_page(key);
           fence_async_shared();
           __syncwarp();
-          if (lane == 0) mbarrier_arrive(barrier);
+        }
+        if (lane == 0) arrive_expecting(barrier, bytes);
+        __syncwarp();
+        if (known) {
+          const unsigned char* from = pool + page * p.cache.page_stride_bytes;
+          copy_bulk(stage + lane * run * kDim, from + int64_t{offset} * kDim, run * kDim, barrier);
+          copy_bulk(scales + lane * run * 4, from + to_scales + int64_t{offset} * 4, run * 4, barrier);
         }
       } else {
-        const unsigned char* value = known ? from + int64_t{offset} * kDim : nullptr;
+        const int index = warpgroup + k * kWarpgroups, i = index / items_per_tile;
+        const Part& part = parts[schedule.part_of(i)];
+        const unsigned char* value[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int key = lane + 32 * h, position = next.tile_key + key;
+          const PagePlace place = place_in_page(p, position);
+          const int64_t its_page = position < part.keys ? part.page_ids[place.index] : -1;
+          const bool known = its_page >= 0 && its_page < p.cache.num_pages;
+          const unsigned char* from = pool + (known ? its_page : 0) * p.cache.page_stride_bytes;
+          value[h] = known ? from + int64_t{place.offset} * kDim : nullptr;
+          if (known) copy_async_4(scales + 4 * key, from + to_scales + int64_t{place.offset} * 4);
+          else no_page(key);
+        }
 #pragma unroll 1
-        for (int s = 0; s < kWarpKeys / 4; ++s) {
-          const auto source = reinterpret_cast<const unsigned char*>(
-              __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(value), 4 * s + lane / 8));
+        for (int s = 0; s < kTileKeys / 4; ++s) {  // four keys
+          const auto source = reinterpret_cast<const unsigned char*>(__shfl_sync(
+              0xffffffffu, reinterpret_cast<unsigned long long>(s < 8 ? value[0] : value[1]), (4 * s + lane / 8) % 32));
           copy_async_16(stage + 512 * s + 16 * lane, source != nullptr ? source + lane % 8 * 16 : pool,
                         source != nullptr);
-        }
-        if (lane < kWarpKeys) {
-          if (known) copy_async_4(scales + 4 * lane, from + to_scales + 4 * offset);
-          else no_page();
         }
         copy_async_arrive(barrier);
         mbarrier_arrive(barrier);
       }
     };
-    int copy_stage = stage_index;
-#pragma unroll 1
-    for (int s = 0; s < kStages - 1; ++s) {
-      look_up(warpgroup + s * kWarpgroups);
-      start_item(warpgroup + s * kWarpgroups, copy_stage);
-      copy_stage = copy_stage == kStages - 1 ? 0 : copy_stage + 1;
+    // The warp whose turn an item is.
+    const auto my_turn = [&](int k) { return (sequence + k) % 4 == in_group; };
+    const int my_first = (in_group - sequence) & 3;
+    look_up(my_first);
+    if (my_first < kAhead) {
+      if (my_first < mine) copy_item(my_first);
+      look_up(my_first + 4);
     }
-    look_up(warpgroup + (kStages - 1) * kWarpgroups);
 
     // ---- queries and weights of the phase ----
-#pragma unroll 2
-    for (int i = tid; i < slots * C::kHeads * (kDim / 16); i += kThreads) {
-      const int piece = i % (kDim / 16), h = i / (kDim / 16) % C::kHeads, slot = i / (kDim / 16 * C::kHeads);
-      const Part& part = parts[slot / p.rows_per_unit];
-      if (slot % p.rows_per_unit >= part.num_rows) continue;
-      const int64_t row = part.first_row + slot % p.rows_per_unit;
-      const uint4 v = h < p.num_heads
-                          ? *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.q) + row * p.q_row_stride +
-                                                            h * p.q_head_stride + 16 * piece)
-                          : uint4{0, 0, 0, 0};
-      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-      unsigned char* to = query_bytes + slot * C::kSlotBytes + h * kDim + piece % 4 * 4;
-#pragma unroll
-      for (int j = 0; j < 4; ++j)  // byte 32 (2 c + j / 2) + 16 (j % 2) of the head: its piece 4 c + j
-        *reinterpret_cast<uint32_t*>(to + (((piece / 4 * 4 + j) ^ (h % 8)) * 16)) = words[j];
+    // All loads of a batch are under way before the first is stored: where requests are short, this wait is the phase.
+    static_assert(C::kSlots * C::kHeads <= kThreads);
+    float weight = 0.0f;
+    const int weight_head = tid % C::kHeads, weight_slot = tid / C::kHeads;
+    const bool has_weight =
+        weight_slot < slots && weight_slot % p.rows_per_unit < parts[weight_slot / p.rows_per_unit].num_rows;
+    if (has_weight && weight_head < p.num_heads) {
+      const int64_t row = parts[weight_slot / p.rows_per_unit].first_row + weight_slot % p.rows_per_unit;
+      weight = p.weights[row * p.weights_stride + weight_head];
     }
+    constexpr int kPieces = kDim / 16, kBatch = 4;
+    const int num_pieces = slots * C::kHeads * kPieces;
 #pragma unroll 1
-    for (int i = tid; i < slots * C::kHeads; i += kThreads) {
-      const int h = i % C::kHeads, slot = i / C::kHeads;
-      const Part& part = parts[slot / p.rows_per_unit];
-      if (slot % p.rows_per_unit >= part.num_rows) continue;
-      const int64_t row = part.first_row + slot % p.rows_per_unit;
-      weights[slot * C::kHeads + h / 16 * 16 + h % 8 / 2 * 4 + h / 8 % 2 * 2 + h % 2] =
-          h < p.num_heads ? p.weights[row * p.weights_stride + h] : 0.0f;
+    for (int first = tid; first < num_pieces; first += kBatch * kThreads) {
+      uint4 v[kBatch];
+      bool wanted[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int i = first + j * kThreads, piece = i % kPieces, h = i / kPieces % C::kHeads;
+        const int slot = i / (kPieces * C::kHeads);
+        v[j] = uint4{0, 0, 0, 0};
+        wanted[j] = false;
+        if (i < num_pieces) {
+          const Part& part = parts[slot / p.rows_per_unit];
+          wanted[j] = slot % p.rows_per_unit < part.num_rows;
+          if (wanted[j] && h < p.num_heads) {
+            const int64_t row = part.first_row + slot % p.rows_per_unit;
+            v[j] = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.q) + row * p.q_row_stride +
+                                                   h * p.q_head_stride + 16 * piece);
+          }
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (!wanted[j]) continue;
+        const int i = first + j * kThreads, piece = i % kPieces, h = i / kPieces % C::kHeads;
+        const uint32_t words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+        unsigned char* to = query_bytes + i / kPieces * kDim + piece % 4 * 4;  // heads lie one behind the other
+#pragma unroll
+        for (int n = 0; n < 4; ++n)  // byte 32 (2 c + n / 2) + 16 (n % 2) of the head: its piece 4 c + n
+          *reinterpret_cast<uint32_t*>(to + (((piece / 4 * 4 + n) ^ (h % 8)) * 16)) = words[n];
+      }
     }
+    if (has_weight)
+      weights[weight_slot * C::kHeads + weight_head / 16 * 16 + weight_head % 8 / 2 * 4 + weight_head / 8 % 2 * 2 +
+              weight_head % 2] = weight;
     fence_async_shared();  // wgmma reads what was stored here
     __syncthreads();
 
     // ---- items ----
+    const uint32_t keys_at = ring + (in_group * kWarpKeys + g) * kDim + t * 16;
+    const uint32_t scales_at = ring + kKeyBytes + 4 * (in_group * kWarpKeys + g);
+    const int my_key = in_group * kWarpKeys + g + 8 * (t % 2);  // whose results this lane stores, of row t / 2 of two
 #pragma unroll 1
-    for (int item = warpgroup; item < num_items; item += kWarpgroups) {
-      const uint32_t stage = ring + stage_index * kStageBytes;
-      mbarrier_wait(&barriers[warp][stage_index], parity);
+    for (int k = 0; k < mine; ++k) {
+      const int at_stage = (sequence + k) % kStages;
+      mbarrier_wait(&full[warpgroup][at_stage], ((sequence + k) / kStages) & 1);
+      const Item item = items[warpgroup][at_stage];
       uint32_t keys[kDim / 32][4];  // A of each step: key g, key g + 8, then the same four values of K further on
 #pragma unroll
       for (int h = 0; h < 2; ++h)
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const uint32_t at = stage + (8 * h + g) * kDim + (4 * c + t) * 16;
+        for (int c = 0; c < 2; ++c)
           asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                        : "=r"(keys[2 * c][h]), "=r"(keys[2 * c][2 + h]), "=r"(keys[2 * c + 1][h]),
                          "=r"(keys[2 * c + 1][2 + h])
-                       : "r"(at)
+                       : "r"(keys_at + at_stage * kStageBytes + 8 * h * kDim + 64 * c)
                        : "memory");
-        }
-      float scale[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(scale[h]) : "r"(stage + kKeyBytes + 4 * (8 * h + g)) : "memory");
+      float scale;
+      asm volatile("ld.shared.f32 %0, [%1];"
+                   : "=f"(scale)
+                   : "r"(scales_at + at_stage * kStageBytes + 32 * (t % 2))
+                   : "memory");
       __syncwarp();
-      if (++stage_index == kStages) stage_index = 0, parity ^= 1;
-      // The stage that the item before this one was read from.
-      start_item(item + (kStages - 1) * kWarpgroups, stage_index + 1 == kStages ? 0 : stage_index + 1);
-      look_up(item + kStages * kWarpgroups);
+      if (lane == 0) mbarrier_arrive(&empty[warpgroup][at_stage]);
+      if (my_turn(k + kAhead)) {
+        if (k + kAhead < mine) copy_item(k + kAhead);
+        look_up(k + kAhead + 4);
+      }
 
-      const int i = items_per_tile == 1 ? item : item / items_per_tile, e = schedule.part_of(i);
-      const int tile_key = (parts[e].first_tile + i - parts[e].begin) * kTileKeys;
-      int r = (item - i * items_per_tile) * rows_per_item;
-      const int first_slot = e * p.rows_per_unit, last = uniform(min(r + rows_per_item, parts[e].num_rows));
-      // Later rows see no less, so rows that do not see the tile come first.
-      while (r < last && schedule.bounds[first_slot + min(r + C::kRowsPerStep, last) - 1] <= tile_key)
-        r += C::kRowsPerStep;
-      r = uniform(r);
-
-      const int64_t out_row = parts[e].first_row - p.block.first_row;
-      const int warp_key = tile_key + warp % 4 * kWarpKeys;
-      auto store = [&](int row, int key, float sum, float key_scale) {
-        const bool seen = row < last && warp_key + key < schedule.bounds[first_slot + min(row, last - 1)];
-        // A page outside the pool cannot be scored: the lowest rank, so that it is never preferred to a real key.
-        const float logit = __float_as_uint(key_scale) == kNoPage ? -INFINITY : sum * key_scale;
-        const int64_t at = (out_row + row) * p.block.stride + warp_key + key;
-        store_if(seen && !p.block.bf16, static_cast<float*>(p.block.logits) + at, logit);
-        store_if(seen && p.block.bf16, static_cast<uint16_t*>(p.block.logits) + at, float_to_bf16(logit));
-      };
-      const int my_half = t % 2;
-      const float my_scale = my_half != 0 ? scale[1] : scale[0];
-      const uint64_t b = k_major(queries + first_slot * C::kSlotBytes);
-      const auto* w = reinterpret_cast<const float4*>(weights + first_slot * C::kHeads) + t;
+      int slot = uniform(item.slot), rows = uniform(item.num_rows);
+      const int key = item.tile_key + my_key;
+      Logit* out = static_cast<Logit*>(p.block.logits) + (item.out_row + t / 2) * p.block.stride + key;
       // Steps of one product each, two sets of accumulators: the products of the next step run under relu and weights
       // of this one. Unrolled, since products that are under way across a branch would be waited for there.
       auto score = [&]<int kSteps>(std::integral_constant<int, kSteps>) {
         float acc[2][kColumns / 2], sum[2][C::kRowsPerStep][2];
+        const uint64_t b = k_major(queries + slot * C::kSlotBytes);
+        const auto* w = reinterpret_cast<const float4*>(weights + slot * C::kHeads) + t;
         auto start = [&](int step) {
-          start_products(acc[step % 2], keys, b + ((r + step * C::kRowsPerStep) * C::kSlotBytes >> 4));
+          start_products(acc[step % 2], keys, b + (step * C::kRowsPerStep * C::kSlotBytes >> 4));
+        };
+        // Two rows from `row` on; of one row lanes 2 and 3 have the same again.
+        auto store = [&](int row, float logit_sum, bool one) {
+          const bool seen = row + t / 2 < (one ? row + 1 : rows) && key < schedule.bounds[slot + row + t / 2];
+          // A page outside the pool cannot be scored: the lowest rank, so that it is never preferred to a real key.
+          const float logit = __float_as_uint(scale) == kNoPage ? -INFINITY : logit_sum * scale;
+          store_if(seen, out + row * p.block.stride, logit);
         };
         start(0);
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          const int row = r + step * C::kRowsPerStep;
           if (step + 1 < kSteps) {
             start(step + 1);
             wait_for<1>(acc[step % 2]);
           } else {
             wait_for<0>(acc[step % 2]);
           }
-          reduce_heads<C::kHeads>(sum[step % 2], acc[step % 2], w + row * (C::kHeads / 4));
-          if constexpr (C::kRowsPerStep == 2) {
-            store(row + t / 2, g + 8 * my_half, exchange(sum[step % 2][0], sum[step % 2][1]), my_scale);
-          } else if (kSteps == 1) {
-            store(t < 2 ? row : last, g + 8 * my_half, exchange(sum[0][0], sum[0][0]), my_scale);
-          } else if (step % 2 == 1) {
-            store(row - 1 + t / 2, g + 8 * my_half, exchange(sum[0][0], sum[1][0]), my_scale);
-          }
+          reduce_heads<C::kHeads>(sum[step % 2], acc[step % 2], w + step * C::kRowsPerStep * (C::kHeads / 4));
+          if constexpr (C::kRowsPerStep == 2) store(2 * step, exchange(sum[step % 2][0], sum[step % 2][1]), false);
+          else if (kSteps == 1) store(0, exchange(sum[0][0], sum[0][0]), true);
+          else if (step % 2 == 1) store(step - 1, exchange(sum[0][0], sum[1][0]), false);
         }
-        r += kSteps * C::kRowsPerStep;
+        constexpr int kDone = kSteps * C::kRowsPerStep;
+        slot += kDone;
+        rows -= kDone;
+        out += kDone * p.block.stride;
       };
 #pragma unroll 1
-      while (last - r > 3 * C::kRowsPerStep) score(std::integral_constant<int, 4>());
-      if (last - r > C::kRowsPerStep) score(std::integral_constant<int, 2>());
-      if (last > r) score(std::integral_constant<int, 1>());
+      while (rows > 3 * C::kRowsPerStep) score(std::integral_constant<int, 4>());
+      if (rows > C::kRowsPerStep) score(std::integral_constant<int, 2>());
+      if (rows > 0) score(std::integral_constant<int, 1>());
     }
+    sequence += mine;
     if (last_phase) return;
   }
 #endif
