@@ -274,6 +274,41 @@ struct Schedule {
   }
 };
 
+/// Calls put(slot, head, piece, value) for each 16-byte piece of the phase's queries, of kPieces a head; heads that are
+/// not there are zeros. The loads of a batch are under way before the first is used: where requests are short, this
+/// wait is most of a phase. T: uint8_t for e4m3, uint16_t for bf16.
+template <class T, int kHeads, int kPieces, int kThreads, class Put>
+__device__ inline void for_each_query_piece(const Problem& p, const Part* parts, int slots, Put&& put) {
+  constexpr int kBatch = 4, kValues = 16 / sizeof(T);
+  const int num_pieces = slots * kHeads * kPieces;
+#pragma unroll 1
+  for (int first = threadIdx.x; first < num_pieces; first += kBatch * kThreads) {
+    uint4 v[kBatch];
+    bool wanted[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int i = first + j * kThreads, piece = i % kPieces, h = i / kPieces % kHeads;
+      const int slot = i / (kPieces * kHeads);
+      v[j] = uint4{0, 0, 0, 0};
+      wanted[j] = false;
+      if (i < num_pieces) {
+        const Part& part = parts[slot / p.rows_per_unit];
+        wanted[j] = slot % p.rows_per_unit < part.num_rows;
+        if (wanted[j] && h < p.num_heads) {
+          const int64_t row = part.first_row + slot % p.rows_per_unit;
+          v[j] = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.q) + row * p.q_row_stride +
+                                                 h * p.q_head_stride + kValues * piece);
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int i = first + j * kThreads;
+      if (wanted[j]) put(i / (kPieces * kHeads), i / kPieces % kHeads, i % kPieces, v[j]);
+    }
+  }
+}
+
 }  // namespace index_units
 }  // namespace cuda
 }  // namespace v0

@@ -269,46 +269,32 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
     look_up(warp + kWarps);
 
     // ---- queries and weights of the phase ----
-    if constexpr (C::kBf16) {
-      constexpr int kQueryPieces = C::kDim / 8;  // of 16 bytes in a bf16 head: two words of B in two steps
-      for (int i = tid; i < slots * C::kHeads * kQueryPieces; i += kThreads) {
-        const int piece = i % kQueryPieces, h = i / kQueryPieces % C::kHeads, slot = i / (kQueryPieces * C::kHeads);
-        const Part& part = parts[slot / p.rows_per_unit];
-        if (slot % p.rows_per_unit >= part.num_rows) continue;
-        const int64_t row = part.first_row + slot % p.rows_per_unit;
-        const uint4 v = h < p.num_heads
-                            ? *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.q) + row * p.q_row_stride +
-                                                              h * p.q_head_stride + 8 * piece)
-                            : uint4{0, 0, 0, 0};
-        const int step = piece / 8 * 4 + piece % 2 * 2, at_lane = h % 8 * 4 + piece % 8 / 2;
-        uint32_t* to =
-            queries + slot * C::kSlotWords + ((h / 16 * C::kSteps + step) * 32 + at_lane) * 4 + h / 8 % 2 * 2;
-        // widen() of bf16 puts values 0 and 2 of four into one register, 1 and 3 into the other.
-        *reinterpret_cast<uint2*>(to) = {__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632)};
-        *reinterpret_cast<uint2*>(to + 128) = {__byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632)};
-      }
+    // B of head h, step `step`, for the lanes of quad position `quad`.
+    auto fragment = [&](int slot, int h, int step, int quad) {
+      return queries + slot * C::kSlotWords + ((h / 16 * C::kSteps + step) * 32 + h % 8 * 4 + quad) * 4 + h / 8 % 2 * 2;
+    };
+    if constexpr (C::kBf16) {  // 16 bytes are two words of B in each of two steps
+      for_each_query_piece<uint16_t, C::kHeads, C::kDim / 8, kThreads>(
+          p, parts, slots, [&](int slot, int h, int piece, const uint4& v) {
+            uint32_t* to = fragment(slot, h, piece / 8 * 4 + piece % 2 * 2, piece % 8 / 2);
+            // widen() of bf16 puts values 0 and 2 of four into one register, 1 and 3 into the other.
+            *reinterpret_cast<uint2*>(to) = {__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632)};
+            *reinterpret_cast<uint2*>(to + 128) = {__byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632)};
+          });
     } else {
-      for (int i = tid; i < slots * C::kHeads * C::kPieces; i += kThreads) {
-        const int piece = i % C::kPieces, h = i / C::kPieces % C::kHeads, slot = i / (C::kPieces * C::kHeads);
-        const Part& part = parts[slot / p.rows_per_unit];
-        if (slot % p.rows_per_unit >= part.num_rows) continue;
-        const int64_t row = part.first_row + slot % p.rows_per_unit;
-        const uint4 v = h < p.num_heads
-                            ? *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.q) + row * p.q_row_stride +
-                                                              h * p.q_head_stride + 16 * piece)
-                            : uint4{0, 0, 0, 0};
-        const int step = piece / 4 * 4, at_lane = h % 8 * 4 + piece % 4;
-        uint32_t* to =
-            queries + slot * C::kSlotWords + ((h / 16 * C::kSteps + step) * 32 + at_lane) * 4 + h / 8 % 2 * 2;
-        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+      for_each_query_piece<uint8_t, C::kHeads, C::kPieces, kThreads>(
+          p, parts, slots, [&](int slot, int h, int piece, const uint4& v) {
+            uint32_t* to = fragment(slot, h, piece / 4 * 4, piece % 4);
+            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          uint32_t x, y;
-          widen_all<false>(words[j], x, y);
-          *reinterpret_cast<uint2*>(to + 128 * j) = {x, y};
-        }
-      }
+            for (int j = 0; j < 4; ++j) {
+              uint32_t x, y;
+              widen_all<false>(words[j], x, y);
+              *reinterpret_cast<uint2*>(to + 128 * j) = {x, y};
+            }
+          });
     }
+#pragma unroll 1
     for (int i = tid; i < slots * C::kHeads; i += kThreads) {
       const int h = i % C::kHeads, slot = i / C::kHeads;
       const Part& part = parts[slot / p.rows_per_unit];

@@ -324,7 +324,6 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
     }
 
     // ---- queries and weights of the phase ----
-    // All loads of a batch are under way before the first is stored: where requests are short, this wait is the phase.
     static_assert(C::kSlots * C::kHeads <= kThreads);
     float weight = 0.0f;
     const int weight_head = tid % C::kHeads, weight_slot = tid / C::kHeads;
@@ -334,39 +333,14 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
       const int64_t row = parts[weight_slot / p.rows_per_unit].first_row + weight_slot % p.rows_per_unit;
       weight = p.weights[row * p.weights_stride + weight_head];
     }
-    constexpr int kPieces = kDim / 16, kBatch = 4;
-    const int num_pieces = slots * C::kHeads * kPieces;
-#pragma unroll 1
-    for (int first = tid; first < num_pieces; first += kBatch * kThreads) {
-      uint4 v[kBatch];
-      bool wanted[kBatch];
+    for_each_query_piece<uint8_t, C::kHeads, kDim / 16, kThreads>(
+        p, parts, slots, [&](int slot, int h, int piece, const uint4& v) {
+          const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+          unsigned char* to = query_bytes + slot * C::kSlotBytes + h * kDim + piece % 4 * 4;
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const int i = first + j * kThreads, piece = i % kPieces, h = i / kPieces % C::kHeads;
-        const int slot = i / (kPieces * C::kHeads);
-        v[j] = uint4{0, 0, 0, 0};
-        wanted[j] = false;
-        if (i < num_pieces) {
-          const Part& part = parts[slot / p.rows_per_unit];
-          wanted[j] = slot % p.rows_per_unit < part.num_rows;
-          if (wanted[j] && h < p.num_heads) {
-            const int64_t row = part.first_row + slot % p.rows_per_unit;
-            v[j] = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.q) + row * p.q_row_stride +
-                                                   h * p.q_head_stride + 16 * piece);
-          }
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        if (!wanted[j]) continue;
-        const int i = first + j * kThreads, piece = i % kPieces, h = i / kPieces % C::kHeads;
-        const uint32_t words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
-        unsigned char* to = query_bytes + i / kPieces * kDim + piece % 4 * 4;  // heads lie one behind the other
-#pragma unroll
-        for (int n = 0; n < 4; ++n)  // byte 32 (2 c + n / 2) + 16 (n % 2) of the head: its piece 4 c + n
-          *reinterpret_cast<uint32_t*>(to + (((piece / 4 * 4 + n) ^ (h % 8)) * 16)) = words[n];
-      }
-    }
+          for (int j = 0; j < 4; ++j)  // byte 32 (2 c + j / 2) + 16 (j % 2) of the head: its piece 4 c + j
+            *reinterpret_cast<uint32_t*>(to + (((piece / 4 * 4 + j) ^ (h % 8)) * 16)) = words[j];
+        });
     if (has_weight)
       weights[weight_slot * C::kHeads + weight_head / 16 * 16 + weight_head % 8 / 2 * 4 + weight_head / 8 % 2 * 2 +
               weight_head % 2] = weight;
