@@ -29,6 +29,8 @@ struct Implementation {
   /// Scratch for these shapes with this many workers; nullptr: none. Must not read data.
   size_t (*workspace_bytes)(const Params&, int num_workers) = nullptr;
   void (*run)(const Params&, const RunContext&) = nullptr;
+  /// How work is cut depends on the batch, for speed, and with it a row's bits. Else they depend on that row alone.
+  bool depends_on_batch = false;
 };
 
 struct ImplementationSet {
@@ -37,8 +39,6 @@ struct ImplementationSet {
   bool only_when_forced;  ///< the oracle: too slow to be anybody's choice
   bool compiled;          ///< false in a stub
   bool (*runs_here)();    ///< the machine has the instructions, the driver ...
-  /// A row's bits depend on that row alone. False where how work is cut depends on the batch, for speed.
-  bool batch_invariant = true;
 #define GANNET_MEMBER(Params, member) Implementation<Params> member{};
   GANNET_FOR_EACH_OP(GANNET_MEMBER)
 #undef GANNET_MEMBER

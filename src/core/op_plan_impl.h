@@ -42,7 +42,7 @@ const ImplementationSet& choose(const Params& p, Device device, const PlanOption
     if (set->device != device.kind) reason = fmt::format("works on {} only", to_string(Device{set->device, 0}));
     else if (!set->compiled) reason = "not part of this build";
     else if (!set->runs_here()) reason = "this machine lacks its instructions";
-    else if (options.batch_invariant && !set->batch_invariant) reason = "its bits depend on the batch";
+    else if (options.batch_invariant && entry.depends_on_batch) reason = "its bits depend on the batch";
     else if (entry.run == nullptr) reason = "does not offer this operation";
     else if (entry.refuses != nullptr) reason = entry.refuses(p);
     if (reason.empty()) return *set;
@@ -107,7 +107,8 @@ std::vector<ImplInfo> list_implementations() {
   std::vector<ImplInfo> infos;
   for (const ImplementationSet* set : implementation_sets()) {
     if (entry_of<Params>(*set).run == nullptr && set->compiled) continue;
-    infos.push_back({Params::kName, set->name, set->device, set->compiled && set->runs_here(), set->batch_invariant});
+    infos.push_back({Params::kName, set->name, set->device, set->compiled && set->runs_here(),
+                     !entry_of<Params>(*set).depends_on_batch});
   }
   return infos;
 }

@@ -68,12 +68,11 @@ const ImplementationSet& mma_set() noexcept {
             return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
                    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major >= 8;
           },
-      .batch_invariant = false,
       .ragged_prefill = {refuses_ragged, nullptr, mma::run_ragged_prefill},
-      .mla_decode = {refuses_dense, mma::workspace_mla_decode, mma::run_mla_decode},
+      .mla_decode = {refuses_dense, mma::workspace_mla_decode, mma::run_mla_decode, true},
       .index_logits = {refuses_index_logits, nullptr, mma::run_index_logits},
       .sparse_attention = {refuses_absorbed<SparseAttention>, mma::workspace_sparse_attention,
-                           mma::run_sparse_attention},
+                           mma::run_sparse_attention, true},
   };
   return set;
 }

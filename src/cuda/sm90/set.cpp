@@ -64,12 +64,11 @@ const ImplementationSet& sm90_set() noexcept {
             return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
                    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major == 9;
           },
-      .batch_invariant = false,
       .ragged_prefill = {refuses_ragged, sm90::workspace_ragged_prefill, sm90::run_ragged_prefill},
-      .mla_decode = {refuses_dense, sm90::workspace_mla_decode, sm90::run_mla_decode},
+      .mla_decode = {refuses_dense, sm90::workspace_mla_decode, sm90::run_mla_decode, true},
       .index_logits = {refuses_index_logits, nullptr, sm90::run_index_logits},
       .sparse_attention = {refuses_absorbed<SparseAttention>, sm90::workspace_sparse_attention,
-                           sm90::run_sparse_attention},
+                           sm90::run_sparse_attention, true},
   };
   return set;
 }
