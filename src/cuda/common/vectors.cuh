@@ -1,11 +1,31 @@
 // Eight neighbouring values as one access of a thread: 16 bytes of bf16, 8 of e4m3, twice 16 of fp32.
 #pragma once
 
+#include <cstring>
+
 #include "cuda/common/convert.cuh"
 
 namespace gannet {
 inline namespace v0 {
 namespace cuda {
+
+/// Two values as bf16, as float_to_bf16 has them. The instruction has another NaN.
+__device__ inline uint32_t pack_bf16(float low, float high) {
+  if (isnan(low) || isnan(high)) return float_to_bf16(low) | static_cast<uint32_t>(float_to_bf16(high)) << 16;
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  uint32_t bits;
+  memcpy(&bits, &both, sizeof bits);
+  return bits;
+}
+
+/// Two values as e4m3, as float_to_e4m3 has them: the instruction of sm_89 and newer writes the same NaN.
+__device__ inline uint32_t pack_e4m3(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
+#else
+  return float_to_e4m3(low) | static_cast<uint32_t>(float_to_e4m3(high)) << 8;
+#endif
+}
 
 /// The element type of a dtype: float, uint16_t (bf16), uint8_t (e4m3).
 template <class T>
@@ -48,8 +68,7 @@ struct Eight<uint16_t> {
   __device__ static Eight pack(const float (&x)[8]) {
     uint32_t w[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      w[i] = float_to_bf16(x[2 * i]) | static_cast<uint32_t>(float_to_bf16(x[2 * i + 1])) << 16;
+    for (int i = 0; i < 4; ++i) w[i] = pack_bf16(x[2 * i], x[2 * i + 1]);
     return {{w[0], w[1], w[2], w[3]}};
   }
 };
@@ -74,12 +93,17 @@ struct Eight<uint8_t> {
   }
   __device__ void expand(float (&x)[8]) const {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = e4m3_to_float(static_cast<uint8_t>((i < 4 ? low : high) >> (8 * (i % 4))));
+    for (int i = 0; i < 4; ++i) {  // by way of half, which holds every e4m3 value; NaN as e4m3_to_float has it
+      const auto pair = static_cast<__nv_fp8x2_storage_t>((i < 2 ? low : high) >> (16 * (i % 2)));
+      const float2 two = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
+      x[2 * i] = isnan(two.x) ? __uint_as_float(0x7fc00000u) : two.x;
+      x[2 * i + 1] = isnan(two.y) ? __uint_as_float(0x7fc00000u) : two.y;
+    }
   }
   __device__ static Eight pack(const float (&x)[8]) {
     uint32_t w[2] = {};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) w[i / 4] |= static_cast<uint32_t>(float_to_e4m3(x[i])) << (8 * (i % 4));
+    for (int i = 0; i < 4; ++i) w[i / 2] |= pack_e4m3(x[2 * i], x[2 * i + 1]) << (16 * (i % 2));
     return {w[0], w[1]};
   }
 };

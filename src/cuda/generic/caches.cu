@@ -48,6 +48,12 @@ __device__ float power_of_two_above(float x) {
   return __uint_as_float((u & 0x7f800000u) + ((u & 0x007fffffu) != 0 ? 0x00800000u : 0u));
 }
 
+/// 1 / x, exact, for a power of two between 2^-126 and 2^126; 0 for infinity.
+__device__ float inverse_power_of_two(float x) {
+  const uint32_t u = __float_as_uint(x);
+  return __uint_as_float(u == 0x7f800000u ? 0u : (254u << 23) - u);
+}
+
 /// Largest value of a group of kLanes neighbouring lanes; all 32 take part.
 template <int kLanes>
 __device__ float group_max(float x) {
@@ -173,7 +179,7 @@ __global__ void __launch_bounds__(kThreads)
       if (i < latent_eights) Eight<T>::load(latent_row + 8 * i).expand(x);
       const float amax = group_max<kGroup / 8>(magnitude(x));
       const float scale = power_of_two_above(fmaxf(__fdiv_rn(amax, kLargest), 1e-4f));
-      const float inverse = __fdiv_rn(1.0f, scale);  // exact
+      const float inverse = inverse_power_of_two(scale);
 #pragma unroll
       for (float& y : x) y *= inverse;
       if (i >= latent_eights) continue;
@@ -183,7 +189,7 @@ __global__ void __launch_bounds__(kThreads)
     auto* rope_out = reinterpret_cast<uint32_t*>(row + r + 4 * groups);
     for (int i = lane; i < p / 2; i += kLatentLanes) {
       const float x[2] = {load_value(rope_row, 2 * i), load_value(rope_row, 2 * i + 1)};
-      rope_out[i] = float_to_bf16(x[0]) | static_cast<uint32_t>(float_to_bf16(x[1])) << 16;
+      rope_out[i] = pack_bf16(x[0], x[1]);
     }
   } else {
     float amax = 0.0f;
@@ -206,7 +212,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = lane; i < p / 2; i += kLatentLanes) {
       const float x[2] = {__fdiv_rn(load_value(rope_row, 2 * i), scale),
                           __fdiv_rn(load_value(rope_row, 2 * i + 1), scale)};
-      rope_out[i] = float_to_bf16(x[0]) | static_cast<uint32_t>(float_to_bf16(x[1])) << 16;
+      rope_out[i] = pack_bf16(x[0], x[1]);
     }
   }
 }
@@ -325,8 +331,14 @@ __global__ void __launch_bounds__(kThreads) index_k_write_kernel(Matrix k, Slots
       float x[8];
       bits.expand(x);
       if constexpr (kFormat == IndexKFormat::kE4m3) {
+        if (c.scale_format == ScaleFormat::kPowerOfTwo) {
+          const float inverse = inverse_power_of_two(scale);
 #pragma unroll
-        for (float& y : x) y = __fdiv_rn(y, scale);
+          for (float& y : x) y *= inverse;
+        } else {
+#pragma unroll
+          for (float& y : x) y = __fdiv_rn(y, scale);
+        }
       }
       Eight<To>::pack(x).store(to + 8 * i);
     }

@@ -20,7 +20,8 @@ namespace generic {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kBatch = 4;
+constexpr int kBatch = 2;
+constexpr int kBlocksOnSm = 4;
 constexpr uint32_t kAll = 0xffffffffu;
 
 struct MergeArgs {
@@ -41,7 +42,8 @@ struct MergeArgs {
 // What happens to an item's values.
 constexpr uint32_t kStore = 1;  // side a changes
 constexpr uint32_t kReadA = 2, kReadB = 4;
-constexpr uint32_t kCopy = 8;  // b's bits, not its numbers
+constexpr uint32_t kCopy = 8;    // b's bits, not its numbers
+constexpr uint32_t kEmpty = 16;  // neither side has keys
 
 /// wa * a + wb * b of 16 bytes of values.
 template <class T>
@@ -55,7 +57,7 @@ __device__ uint4 blend(const uint4& a, const uint4& b, float wa, float wb) {
     } else {
       const float low = wa * __uint_as_float(u[i] << 16) + wb * __uint_as_float(v[i] << 16);
       const float high = wa * __uint_as_float(u[i] & 0xffff0000u) + wb * __uint_as_float(v[i] & 0xffff0000u);
-      w[i] = float_to_bf16(low) | static_cast<uint32_t>(float_to_bf16(high)) << 16;
+      w[i] = pack_bf16(low, high);
     }
   }
   return {w[0], w[1], w[2], w[3]};
@@ -85,7 +87,7 @@ __device__ void store_part(T* p, const uint4& x, int n) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) merge_state_kernel(const __grid_constant__ MergeArgs m) {
+__global__ void __launch_bounds__(kThreads, kBlocksOnSm) merge_state_kernel(const __grid_constant__ MergeArgs m) {
   constexpr int kPiece = 16 / sizeof(T);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const uint32_t warp = (blockIdx.x * kThreads + threadIdx.x) / 32;
@@ -94,28 +96,63 @@ __global__ void __launch_bounds__(kThreads) merge_state_kernel(const __grid_cons
   const int items = static_cast<int>(min(static_cast<uint32_t>(m.items_of_warp), m.num_items - first));
 
   uint32_t mode = 0;
-  float weight_a = 0.0f, weight_b = 0.0f;
   int64_t offset_a = 0, offset_b = 0;  // of the item's first value
+  float* lse = nullptr;
+  float la = 0.0f, lb = 0.0f;
   if (lane < items) {
     const uint32_t row = (first + lane) / m.num_heads, head = first + lane - row * m.num_heads;
     offset_a = row * m.row_stride_a + head * m.head_stride_a;
     offset_b = row * m.row_stride_b + head * m.head_stride_b;
-    float* lse = m.lse_a + row * m.lse_stride_a + head;
-    const float la = *lse, lb = m.lse_b[row * m.lse_stride_b + head];
+    lse = m.lse_a + row * m.lse_stride_a + head;
+    la = *lse;
+    lb = m.lse_b[row * m.lse_stride_b + head];
     const bool empty_a = m.count_a != nullptr ? m.count_a[row] <= 0 : la == -INFINITY;
     const bool empty_b = m.count_b != nullptr ? m.count_b[row] <= 0 : lb == -INFINITY;
-    if (empty_b) {
-      if (empty_a) {
-        mode = kStore;
-        *lse = -INFINITY;
+    if (empty_a && empty_b) mode = kStore | kEmpty;
+    else if (empty_a) mode = kStore | kReadB | kCopy;
+    // A weight that is 0 by definition drops its term; one that underflows still brings a NaN along.
+    else if (!empty_b) mode = kStore | (la == -INFINITY ? 0 : kReadA) | (lb == -INFINITY ? 0 : kReadB);
+  }
+
+  // Piece i of the warp is piece i % pieces of item i / pieces; a lane's pieces are 32 apart.
+  const int pieces = max((m.dim + kPiece - 1) / kPiece, 1), step_items = 32 / pieces, step_pieces = 32 % pieces;
+  int item = lane / pieces, piece = lane % pieces;
+  float weight_a = 0.0f, weight_b = 0.0f;
+  for (int done = 0; done < items * pieces; done += 32 * kBatch) {
+    uint4 a[kBatch], b[kBatch];
+    T* to[kBatch];
+    int from[kBatch], size[kBatch];
+    uint32_t modes[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      from[i] = item % 32;
+      modes[i] = __shfl_sync(kAll, mode, from[i]);
+      const int64_t from_a = __shfl_sync(kAll, offset_a, from[i]), from_b = __shfl_sync(kAll, offset_b, from[i]);
+      if (item >= items) modes[i] = 0;
+      to[i] = static_cast<T*>(m.out_a) + from_a + piece * kPiece;
+      const T* other = static_cast<const T*>(m.out_b) + from_b + piece * kPiece;
+      size[i] = min(kPiece, m.dim - piece * kPiece);
+      a[i] = b[i] = {};
+      if (size[i] == kPiece) {
+        if ((modes[i] & kReadA) != 0) a[i] = *reinterpret_cast<const uint4*>(to[i]);
+        if ((modes[i] & kReadB) != 0) b[i] = __ldg(reinterpret_cast<const uint4*>(other));
+      } else {  // the last values of a width that is no multiple of 16 bytes
+        a[i] = load_part(to[i], (modes[i] & kReadA) != 0 ? size[i] : 0);
+        b[i] = load_part(other, (modes[i] & kReadB) != 0 ? size[i] : 0);
       }
-    } else if (empty_a) {
-      mode = kStore | kReadB | kCopy;
-      *lse = lb;
-    } else {
-      // A weight that is 0 by definition drops its term; one that underflows still brings a NaN along.
-      mode = kStore | (la == -INFINITY ? 0 : kReadA) | (lb == -INFINITY ? 0 : kReadB);
-      if ((mode & (kReadA | kReadB)) != 0) {
+      item += step_items;
+      piece += step_pieces;
+      if (piece >= pieces) {
+        piece -= pieces;
+        ++item;
+      }
+    }
+    if (done == 0 && mode != 0) {  // while the first values are on their way
+      if ((mode & kEmpty) != 0) {
+        *lse = -INFINITY;
+      } else if ((mode & kCopy) != 0) {
+        *lse = lb;
+      } else if ((mode & (kReadA | kReadB)) != 0) {
         const bool two = m.base == LseBase::kTwo;
         const float top = fmaxf(la, lb);
         const float ea = two ? exp2f(la - top) : expf(la - top), eb = two ? exp2f(lb - top) : expf(lb - top);
@@ -125,50 +162,14 @@ __global__ void __launch_bounds__(kThreads) merge_state_kernel(const __grid_cons
         *lse = top + (two ? log2f(sum) : logf(sum));
       }
     }
-  }
-
-  // Piece i of the warp is piece i % pieces of item i / pieces; a lane's pieces are 32 apart.
-  const int pieces = (m.dim + kPiece - 1) / kPiece, step_items = 32 / pieces, step_pieces = 32 % pieces;
-  int item = lane / pieces, piece = lane % pieces;
-  for (int done = 0; done < items * pieces; done += 32 * kBatch) {
-    uint4 a[kBatch], b[kBatch];
-    uint32_t modes[kBatch];
-    float wa[kBatch], wb[kBatch];
-    T* to[kBatch];
-    int sizes[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const bool mine = item < items;
-      modes[i] = __shfl_sync(kAll, mode, item % 32);
-      wa[i] = __shfl_sync(kAll, weight_a, item % 32);
-      wb[i] = __shfl_sync(kAll, weight_b, item % 32);
-      const int64_t from_a = __shfl_sync(kAll, offset_a, item % 32), from_b = __shfl_sync(kAll, offset_b, item % 32);
-      if (!mine) modes[i] = 0;
-      to[i] = static_cast<T*>(m.out_a) + from_a + piece * kPiece;
-      const T* other = static_cast<const T*>(m.out_b) + from_b + piece * kPiece;
-      sizes[i] = min(kPiece, m.dim - piece * kPiece);
-      a[i] = b[i] = {};
-      if (sizes[i] == kPiece) {
-        if ((modes[i] & kReadA) != 0) a[i] = *reinterpret_cast<const uint4*>(to[i]);
-        if ((modes[i] & kReadB) != 0) b[i] = __ldg(reinterpret_cast<const uint4*>(other));
-      } else {  // the last values of a width that is no multiple of 16 bytes
-        a[i] = load_part(to[i], (modes[i] & kReadA) != 0 ? sizes[i] : 0);
-        b[i] = load_part(other, (modes[i] & kReadB) != 0 ? sizes[i] : 0);
-      }
-      item += step_items;
-      piece += step_pieces;
-      if (piece >= pieces) {
-        piece -= pieces;
-        ++item;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+      const float wa = __shfl_sync(kAll, weight_a, from[i]), wb = __shfl_sync(kAll, weight_b, from[i]);
       if ((modes[i] & kStore) == 0) continue;
       uint4 out = b[i];
-      if ((modes[i] & kCopy) == 0) out = blend<T>(a[i], b[i], wa[i], wb[i]);
-      if (sizes[i] == kPiece) *reinterpret_cast<uint4*>(to[i]) = out;
-      else store_part(to[i], out, sizes[i]);
+      if ((modes[i] & kCopy) == 0) out = blend<T>(a[i], b[i], wa, wb);
+      if (size[i] == kPiece) *reinterpret_cast<uint4*>(to[i]) = out;
+      else store_part(to[i], out, size[i]);
     }
   }
 }
@@ -199,11 +200,10 @@ void launch(const MergeState& p, cudaStream_t stream) {
     m.num_heads = static_cast<uint32_t>(heads);
     m.dim = static_cast<int32_t>(dim);
     m.base = p.base;
-    // Enough warps to fill the chip once, else as many items a warp as its lanes can hold; a whole piece for each lane.
-    constexpr int64_t kWarpsOnSm = 32;
+    // As many warps as the chip holds at once, each with whole pieces for its lanes, as far as 32 items a warp reach.
     const int64_t pieces = std::max<int64_t>((dim * static_cast<int64_t>(sizeof(T)) + 15) / 16, 1);
-    const int64_t least = std::max<int64_t>(32 / pieces, 1);
-    m.items_of_warp = static_cast<int32_t>(std::clamp<int64_t>(items / (sms * kWarpsOnSm) / least * least, least, 32));
+    const int64_t least = std::max<int64_t>(32 / pieces, 1), held = int64_t{sms} * kBlocksOnSm * kWarps;
+    m.items_of_warp = static_cast<int32_t>(std::min<int64_t>((items + held * least - 1) / (held * least) * least, 32));
     const int64_t warps = (items + m.items_of_warp - 1) / m.items_of_warp;
     merge_state_kernel<T><<<static_cast<unsigned>((warps + kWarps - 1) / kWarps), kThreads, 0, stream>>>(m);
     GANNET_CUDA(MergeState::kName, cudaGetLastError());
