@@ -527,27 +527,18 @@ std::vector<json> rows_without_peers() {
   return rows;
 }
 
-/// Bytes read and written in a microsecond by the driver's copy of a gigabyte.
-double copy_bytes_per_us(cudaStream_t stream) {
-  constexpr size_t kBytes = size_t{1} << 30;
-  constexpr int kCopies = 10;
-  Memory memory;
-  void *const from = memory.raw(kBytes), *const to = memory.raw(kBytes);
-  cudaEvent_t start, stop;
-  GANNET_CUDA(kName, cudaEventCreate(&start));
-  GANNET_CUDA(kName, cudaEventCreate(&stop));
-  std::vector<double> us;
-  for (int i = 0; i <= kCopies; ++i) {
-    GANNET_CUDA(kName, cudaEventRecord(start, stream));
-    GANNET_CUDA(kName, cudaMemcpyAsync(to, from, kBytes, cudaMemcpyDeviceToDevice, stream));
-    GANNET_CUDA(kName, cudaEventRecord(stop, stream));
-    GANNET_CUDA(kName, cudaEventSynchronize(stop));
-    if (i > 0) us.push_back(event_us(start, stop));
+/// The driver's copy of as many bytes, read and written, over as many sets of buffers.
+Problem copy_problem(Memory& memory, double bytes, int64_t sets) {
+  const auto words = std::max<int64_t>(static_cast<int64_t>(bytes) / 2 / 4, 1);
+  Problem problem;
+  for (int64_t set = 0; set < sets; ++set) {
+    void* const from = memory.random(DType::kF32, {words}).data;
+    void* const to = memory.raw(static_cast<size_t>(words) * 4);
+    problem.calls.push_back([=](cudaStream_t s) {
+      GANNET_CUDA(kName, cudaMemcpyAsync(to, from, static_cast<size_t>(words) * 4, cudaMemcpyDeviceToDevice, s));
+    });
   }
-  GANNET_CUDA(kName, cudaEventDestroy(start));
-  GANNET_CUDA(kName, cudaEventDestroy(stop));
-  std::sort(us.begin(), us.end());
-  return 2.0 * static_cast<double>(kBytes) / us[us.size() / 2];
+  return problem;
 }
 
 }  // namespace
@@ -574,7 +565,6 @@ int run_cuda_bench(const CudaBenchOptions& o) {
   for (std::string line; std::getline(in, line);)
     if (!line.empty()) rows.push_back(json::parse(line));
   for (json& row : rows_without_peers()) rows.push_back(std::move(row));
-  double copy_rate = 0;  // measured when a row asks for it
   int index = 0;
   for (const json& row : rows) {
     if (!selected(row, o) || index++ % o.every != 0) continue;
@@ -601,8 +591,9 @@ int run_cuda_bench(const CudaBenchOptions& o) {
     for (const auto& [name, peer] : row["peers"].items())
       if (peer.value("rows_wrong", 0) == 0) best = std::min(best, peer["us"].get<double>());
     if (row["peers"].empty()) {
-      if (copy_rate == 0) copy_rate = copy_bytes_per_us(stream);
-      best = problem->bytes / copy_rate;
+      memory.release();
+      const auto copy = time_problem(copy_problem(memory, problem->bytes, row.value("sets", 1)), o, stream);
+      if (copy) best = copy->median_us;
     }
     const double ratio = best / timing->median_us;
     summary.ratios.push_back(ratio);
