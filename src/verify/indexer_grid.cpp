@@ -186,7 +186,7 @@ void logits_case(Recorder& r, const std::string& case_class, const std::string& 
 /// A selection against the oracle's scores: packed distinct positions in ascending order, -1 behind, the slot of each;
 /// no score among the chosen below one left out by more than both may be wrong.
 void compare_selection(const IndexerProblem& s, const IndexerOptions& o, int64_t k, const Outputs& scores,
-                       const Outputs& got, Worst& worst) {
+                       const Outputs& got, const std::string& impl, Worst& worst) {
   const std::vector<double> scales = row_bounds(s);
   const std::vector<float> all = scores.floats("logits");
   const auto columns = s.paged.num_rows > 0 ? all.size() / static_cast<size_t>(s.paged.num_rows) : 0;
@@ -220,7 +220,7 @@ void compare_selection(const IndexerProblem& s, const IndexerOptions& o, int64_t
       if (!taken[static_cast<size_t>(t)])
         highest = std::max<double>(highest, all[static_cast<size_t>(row) * columns + static_cast<size_t>(t)]);
     }
-    worst.see(std::max(0.0, highest - lowest), 2.0 * score_tolerance(o, scales[static_cast<size_t>(row)]), place);
+    worst.see(std::max(0.0, highest - lowest), 2.0 * score_tolerance(o, scales[static_cast<size_t>(row)], impl), place);
   }
 }
 
@@ -234,8 +234,13 @@ void select_case(Recorder& r, const std::string& case_class, const std::string& 
     check_case(r, c, p, same_bits);
     return;
   }
-  check_case(r, c, p,
-             [&](const Outputs&, const Outputs& got, Worst& worst) { compare_selection(s, o, k, scores, got, worst); });
+  for_each_impl(r, c, p, [&](const std::string& impl) {
+    const Outputs got = run(p, {.impl = impl});
+    Worst worst;
+    compare_selection(s, o, k, scores, got, impl, worst);
+    if (!got.fault.empty()) worst = {1.0, 0.0, got.fault, true};
+    r.add(c, impl, worst);
+  });
 }
 
 std::vector<std::byte> all_bytes(const Outputs& o) {
