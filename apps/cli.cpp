@@ -60,14 +60,16 @@ void check_impl(const std::string& impl) {
 
 void add_device_options(CLI::App& command, DeviceOptions& options) {
   command
-      .add_option("--device", options.device,
-                  "Where the model runs: cpu, cuda, cuda:N, or auto: the first CUDA device, the CPU where there is none")
+      .add_option(
+          "--device", options.device,
+          "Where the model runs: cpu, cuda, cuda:N, or auto: the first CUDA device, the CPU where there is none")
       ->envname("GANNET_DEVICE")
       ->capture_default_str();
   command
-      .add_option("--precision", options.precision,
-                  "What a GPU's projections round weights and activations to: fp32, bf16, or auto: bf16 unless the latent "
-                  "cache is fp32")
+      .add_option(
+          "--precision", options.precision,
+          "What a GPU's projections round weights and activations to: fp32, bf16, or auto: bf16 unless the latent "
+          "cache is fp32")
       ->capture_default_str();
 }
 
@@ -109,7 +111,7 @@ ChosenDevice choose_device(const DeviceOptions& options, const std::string& impl
   }
   c.device = {DeviceKind::kCuda, index};
   c.precision = options.precision == "bf16" || (options.precision == "auto" && narrow) ? ComputePrecision::kBf16
-                                                                                        : ComputePrecision::kF32;
+                                                                                       : ComputePrecision::kF32;
   c.text = fmt::format("{}, {}{}", to_string(c.device), cuda_device_name(index), reason);
   return c;
 }

@@ -304,10 +304,10 @@ void run_generate(const GenerateOptions& o) {
     const std::string share_text = gpu ? "" : fmt::format("{:.1f} % of the time, ", 100.0 * attention_share);
     t.row("attention",
           fmt::format("{}backend {}, {}", share_text, decoder.backend().name(), implementations_text(decoder)));
-    t.row("projections", gpu ? decoder.compute().name()
-                             : fmt::format("{}{}; GEMM library {}", decoder.compute().name(),
-                                           o.invariant ? ", invariant" : "",
-                                           o.invariant ? "not used" : Projector::gemm_library()));
+    t.row("projections",
+          gpu ? decoder.compute().name()
+              : fmt::format("{}{}; GEMM library {}", decoder.compute().name(), o.invariant ? ", invariant" : "",
+                            o.invariant ? "not used" : Projector::gemm_library()));
     t.row("threads", std::to_string(machine.pool.num_workers()));
     t.row("memory",
           fmt::format("peak {}: weights mapped {}, KV pool {}", bytes_text(static_cast<double>(peak_memory_bytes())),

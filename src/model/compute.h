@@ -115,7 +115,8 @@ class Compute {
   // ---- MLPs -----------------------------------------------------------------------------------------------------
   /// y[rows, D] = mlp(x[rows, D]).
   virtual void run_mlp(const MlpWeights& mlp, const float* x, int64_t rows, float* y) = 0;
-  /// route_experts (model/moe.h) over logits [rows, E] and run_experts: y[rows, D] += what the picked experts make of x.
+  /// route_experts (model/moe.h) over logits [rows, E] and run_experts: y[rows, D] += what the picked experts make of
+  /// x.
   virtual void run_experts(int32_t experts, const RouterParams& params, const float* logits, const float* bias,
                            const float* x, int64_t rows, float* y) = 0;
 };

@@ -207,10 +207,10 @@ Decoder::Decoder(const Context& context, Checkpoint& checkpoint, const DecoderOp
     : context_(&context),
       config_(checkpoint.config()),
       options_(options),
-      compute_(make_compute(context,
-                            {.device = options.device,
-                             .precision = options.precision,
-                             .projector = {.invariant = options.invariant, .impl = projector_impl(options.impl)}})),
+      compute_(
+          make_compute(context, {.device = options.device,
+                                 .precision = options.precision,
+                                 .projector = {.invariant = options.invariant, .impl = projector_impl(options.impl)}})),
       rope_(config_.rope, config_.qk_rope_head_dim),
       scratch_(std::make_unique<Scratch>(compute_->memory())) {
   if (options_.max_context_len <= 0) options_.max_context_len = config_.max_position_embeddings;
@@ -463,7 +463,8 @@ bool Decoder::replay_decode(int64_t rows, const int32_t* ids, const ForwardOutpu
     return true;
   }
   for (size_t i = 0; i < outputs.logit_rows.size(); ++i)
-    compute_->fetch(logits + outputs.logit_rows[i] * vocab, row_bytes, outputs.logits + static_cast<int64_t>(i) * vocab);
+    compute_->fetch(logits + outputs.logit_rows[i] * vocab, row_bytes,
+                    outputs.logits + static_cast<int64_t>(i) * vocab);
   return true;
 }
 
@@ -640,7 +641,7 @@ void Decoder::attention(int32_t index, const Layer& layer, int64_t rows, const C
   // What reads the normalised q latent.
   if (c.q_lora_rank > 0) {
     compute_->rms_norm(s.q_latent.data(), c.q_lora_rank, rows, c.q_lora_rank, layer.q_norm, latent_eps,
-             s.q_latent.data(), c.q_lora_rank);
+                       s.q_latent.data(), c.q_lora_rank);
     const auto from_latent = [&](const WeightView& w, Array& y) {
       return Product{.x = s.q_latent.data(),
                      .x_stride = c.q_lora_rank,
@@ -751,7 +752,8 @@ void Decoder::dense_attention(int32_t index, const Layer& layer, int64_t rows, c
     const bool narrow = options_.query == QueryPrecision::kBf16;
     const TensorView q = query_view(s.q.data(), {n, heads, q_dim}, s.q16);
     const TensorView k_nope = query_view(s.k_nope.data(), {n, heads, nope}, s.k16);
-    compute_->copy_rows(s.kv.data() + latent_dim, latent_dim + rope_dim, n, rope_dim, s.rope.room(n * rope_dim), rope_dim);
+    compute_->copy_rows(s.kv.data() + latent_dim, latent_dim + rope_dim, n, rope_dim, s.rope.room(n * rope_dim),
+                        rope_dim);
     const TensorView k_rope = query_view(s.rope.data(), {n, rope_dim}, s.rope16);
     const TensorView v = query_view(s.v.data(), {n, heads, v_dim}, s.v16);
     const auto expand_chunk = [&](const TensorView& latent, const TensorView& k, const TensorView& values) {

@@ -57,7 +57,7 @@ struct DecoderOptions {
   int64_t max_context_len = 0;           ///< tokens; 0: the checkpoint's max_position_embeddings
   int64_t prefix_chunk_capacity = 2048;  ///< dense prefill: prefix tokens expanded at a time, H*(N+P+V) values each
   QueryPrecision query = QueryPrecision::kF32;
-  Device device{};         ///< where caches, weights and everything that is computed lie
+  Device device{};                                      ///< where caches, weights and everything that is computed lie
   ComputePrecision precision = ComputePrecision::kF32;  ///< of projections on a GPU
   bool invariant = false;  ///< rows' bits do not depend on chunks, batch neighbours or threads; on the CPU only
   bool draft = false;      ///< run the MTP layer; refused where the checkpoint has none

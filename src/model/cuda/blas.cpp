@@ -31,20 +31,20 @@ int64_t alignment_of(const void* p, int64_t row_bytes, int64_t batch_bytes) {
 
 }  // namespace
 
-#define GANNET_BLAS_FUNCTIONS(X) \
-  X(cublasLtCreate)              \
-  X(cublasLtDestroy)             \
-  X(cublasLtGetVersion)          \
-  X(cublasLtMatmul)              \
-  X(cublasLtMatmulAlgoGetHeuristic) \
-  X(cublasLtMatmulDescCreate)    \
-  X(cublasLtMatmulDescDestroy)   \
-  X(cublasLtMatmulDescSetAttribute) \
-  X(cublasLtMatmulPreferenceCreate) \
-  X(cublasLtMatmulPreferenceDestroy) \
+#define GANNET_BLAS_FUNCTIONS(X)          \
+  X(cublasLtCreate)                       \
+  X(cublasLtDestroy)                      \
+  X(cublasLtGetVersion)                   \
+  X(cublasLtMatmul)                       \
+  X(cublasLtMatmulAlgoGetHeuristic)       \
+  X(cublasLtMatmulDescCreate)             \
+  X(cublasLtMatmulDescDestroy)            \
+  X(cublasLtMatmulDescSetAttribute)       \
+  X(cublasLtMatmulPreferenceCreate)       \
+  X(cublasLtMatmulPreferenceDestroy)      \
   X(cublasLtMatmulPreferenceSetAttribute) \
-  X(cublasLtMatrixLayoutCreate)  \
-  X(cublasLtMatrixLayoutDestroy) \
+  X(cublasLtMatrixLayoutCreate)           \
+  X(cublasLtMatrixLayoutDestroy)          \
   X(cublasLtMatrixLayoutSetAttribute)
 
 struct Blas::Functions {
@@ -68,8 +68,8 @@ struct Blas::Functions {
     if (library == nullptr)
       fail(ErrorCode::kUnsupported, kName, "{} cannot be opened: {} (it comes with the CUDA toolkit; LD_LIBRARY_PATH)",
            names[0], dlerror());
-#define GANNET_LOAD(n)                                                                             \
-  n = reinterpret_cast<decltype(&::n)>(dlsym(library, #n));                                        \
+#define GANNET_LOAD(n)                                      \
+  n = reinterpret_cast<decltype(&::n)>(dlsym(library, #n)); \
   if (n == nullptr) fail(ErrorCode::kUnsupported, kName, "{} lacks the function {}", names[0], #n);
     GANNET_BLAS_FUNCTIONS(GANNET_LOAD)
 #undef GANNET_LOAD
@@ -144,9 +144,9 @@ const Blas::Plan& Blas::plan(const GemmShape& s, int64_t x_alignment, int64_t w_
 void Blas::gemm(const GemmShape& s, const void* x, const void* w, float* y, Stream stream) {
   if (s.m == 0 || s.n == 0) return;
   const int64_t bytes = s.bf16 ? 2 : 4;
-  const Plan& p = plan(s, alignment_of(x, s.x_stride * bytes, s.x_batch * bytes),
-                       alignment_of(w, s.w_stride * bytes, s.w_batch * bytes),
-                       alignment_of(y, s.y_stride * 4, s.y_batch * 4));
+  const Plan& p =
+      plan(s, alignment_of(x, s.x_stride * bytes, s.x_batch * bytes),
+           alignment_of(w, s.w_stride * bytes, s.w_batch * bytes), alignment_of(y, s.y_stride * 4, s.y_batch * 4));
   const float one = 1.0f, zero = 0.0f;
   check(f_->cublasLtMatmul(handle_, p.operation, &one, w, p.w, x, p.x, &zero, y, p.y, y, p.y, &p.algorithm,
                            workspace_.data(), kWorkspace, static_cast<cudaStream_t>(stream.handle)),

@@ -153,8 +153,7 @@ class CudaCompute final : public Compute {
 
   const int32_t* upload_ids(std::span<const int32_t> ids, int64_t capacity) override {
     int32_t* there = ids_.room<int32_t>(std::max(capacity, static_cast<int64_t>(ids.size())));
-    GANNET_CUDA(kName,
-                cudaMemcpyAsync(there, ids.data(), ids.size_bytes(), cudaMemcpyHostToDevice, handle()));
+    GANNET_CUDA(kName, cudaMemcpyAsync(there, ids.data(), ids.size_bytes(), cudaMemcpyHostToDevice, handle()));
     return there;
   }
   void fetch(const void* from, size_t bytes, void* to) override {

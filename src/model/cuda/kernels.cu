@@ -160,9 +160,8 @@ __global__ void __launch_bounds__(kThreads)
 
 /// One block: a thread an expert walks the pairs in order. A prefill of 8,192 rows has 65,536 pairs, read from the L1
 /// by all threads at once.
-__global__ void __launch_bounds__(kMaxExperts)
-    sort_pairs_kernel(const int32_t* ids, int64_t pairs, int32_t num_experts, int32_t* first, int32_t* order,
-                      int32_t* place_of) {
+__global__ void __launch_bounds__(kMaxExperts) sort_pairs_kernel(const int32_t* ids, int64_t pairs, int32_t num_experts,
+                                                                 int32_t* first, int32_t* order, int32_t* place_of) {
   __shared__ int32_t starts[kMaxExperts + 1];
   const int e = static_cast<int>(threadIdx.x);
   int32_t count = 0;
@@ -270,9 +269,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <int kRows, class W>
-__global__ void __launch_bounds__(kThreads)
-    experts_out_kernel(DeviceExperts experts, int32_t num_experts, const int32_t* first, const float* hidden,
-                       float* out) {
+__global__ void __launch_bounds__(kThreads) experts_out_kernel(DeviceExperts experts, int32_t num_experts,
+                                                               const int32_t* first, const float* hidden, float* out) {
   int expert, begin, end;
   find_tile<kRows>(first, num_experts, blockIdx.x, expert, begin, end);
   if (expert < 0) return;
@@ -324,7 +322,8 @@ void launch_widen_bf16(const void* values, int64_t n, float* out, Stream stream)
 void launch_embed(DeviceWeight w, const int32_t* ids, int64_t rows, int64_t dim, float* x, Stream stream) {
   each(rows * dim, stream, [=] __device__(int64_t i) {
     const int64_t at = int64_t{ids[i / dim]} * dim + i % dim;
-    x[i] = w.bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(w.data)[at]) : static_cast<const float*>(w.data)[at];
+    x[i] = w.bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(w.data)[at])
+                  : static_cast<const float*>(w.data)[at];
   });
 }
 
@@ -389,11 +388,11 @@ void launch_experts_in(const DeviceExperts& experts, int32_t num_experts, const 
   with_rows(pairs, num_experts, [&]<int kRows>(std::integral_constant<int, kRows>) {
     const dim3 grid(most_tiles<kRows>(pairs, num_experts), static_cast<unsigned>((experts.width + kCols - 1) / kCols));
     if (experts.bf16)
-      experts_in_kernel<kRows, __nv_bfloat16><<<grid, kThreads, 0, handle(stream)>>>(experts, num_experts, first, order,
-                                                                                     per_token, x, hidden);
+      experts_in_kernel<kRows, __nv_bfloat16>
+          <<<grid, kThreads, 0, handle(stream)>>>(experts, num_experts, first, order, per_token, x, hidden);
     else
-      experts_in_kernel<kRows, float><<<grid, kThreads, 0, handle(stream)>>>(experts, num_experts, first, order,
-                                                                             per_token, x, hidden);
+      experts_in_kernel<kRows, float>
+          <<<grid, kThreads, 0, handle(stream)>>>(experts, num_experts, first, order, per_token, x, hidden);
   });
 }
 
