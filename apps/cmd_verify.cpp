@@ -178,5 +178,12 @@ void add_verify_command(CLI::App& app) {
   c.add_option("--backend", o.backend, "Attention backend; default: that of the architecture");
   add_machine_options(c, o.machine);
   add_device_options(c, o.device);
-  c.callback([options] { run_verify(*options); });
+  c.callback([options, &c] {
+    // What only a model reads is refused rather than ignored, but for --device, which may come from the environment.
+    if (!options->model)
+      for (const char* name : {"--backend", "--chunk", "--index-dtype", "--index-hadamard", "--invariant", "--kv-dtype",
+                               "--kv-scale", "--page-size", "--precision", "--query-dtype"})
+        if (c.count(name) > 0) refuse(name, "given", "only with --model");
+    run_verify(*options);
+  });
 }

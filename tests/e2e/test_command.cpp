@@ -459,6 +459,12 @@ TEST(BadInput, OptionsOfTheCommand) {
   expect_refused({"verify", "--model", ""}, {"--model", "empty"});
   expect_refused({"verify", "--model", kModel, "--op", "rope"}, {"--model", "--op"});
   expect_refused({"verify", "--op", "rope", "--threads", "2"}, {"--threads", "2", "--model"});
+  expect_refused({"verify", "--op", "rope", "--precision", "zzz"}, {"--precision", "--model"});
+  expect_refused({"verify", "--op", "rope", "--kv-dtype", "bf16"}, {"--kv-dtype", "--model"});
+  expect_refused({"verify", "--op", "rope", "--invariant"}, {"--invariant", "--model"});
+  expect_refused({"generate", "--model", kModel, "--prompt", "x", "--device", "tpu"}, {"--device", "tpu", "cpu"});
+  expect_refused({"generate", "--model", kModel, "--prompt", "x", "--device", "cpu", "--precision", "bf16"},
+                 {"--precision", "bf16", "fp32"});
   expect_refused({"verify", "--model", kModel, "--impl", "avx9"}, {"avx9", "portable"});
   expect_refused({"verify", "--model", kModel, "--backend", "flash"}, {"flash", "dsa"});
   expect_refused({"verify", "--model", kModel, "--page-size", "48"}, {"page_size", "48"});

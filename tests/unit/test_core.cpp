@@ -254,7 +254,8 @@ TEST(Implementations, EverySetOffersEveryOperation) {
     if (info.name == "ref") ops.push_back(info.op);
   EXPECT_EQ(ops.size(), 12u);
   for (const gannet::ImplementationSet* set : gannet::implementation_sets()) {
-    if (!set->compiled) continue;
+    // The faster sets of a GPU leave what only moves bytes to cuda_generic, which offers everything.
+    if (!set->compiled || (set->device == gannet::DeviceKind::kCuda && set->rope.run == nullptr)) continue;
     size_t offered = 0;
     for (const gannet::ImplInfo& info : gannet::list_all_implementations()) offered += info.name == set->name;
     EXPECT_EQ(offered, ops.size()) << set->name;
