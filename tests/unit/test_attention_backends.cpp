@@ -39,7 +39,7 @@ struct SparseResult {
 
 /// Layer 0 writes, selects and attends.
 SparseResult select_and_attend(World& w, StepRows part) {
-  SparseResult r{{w.out(part), w.lse(part)}, SelectionBuffer(w.options.topk, true, w.memory), {}};
+  SparseResult r{{w.out(part), w.lse(part)}, SelectionBuffer(w.options.topk, true, memory_of(w.device)), {}};
   const int64_t rows = w.end(part) - w.begin(part);
   r.buffer.reserve(rows);
   r.selection = r.buffer.view(rows);
