@@ -110,15 +110,16 @@ struct Scratch {
 
 constexpr int64_t kScratchAlignment = 64;
 
+// Addresses are numbers here: sizes are counted from 0, and a null pointer may not be added to.
 template <class T>
-GANNET_INLINE T* take(std::byte*& at, int64_t count) {
+GANNET_INLINE T* take(uintptr_t& at, int64_t count) {
   T* p = reinterpret_cast<T*>(at);
-  at += round_up(count * static_cast<int64_t>(sizeof(T)), kScratchAlignment);
+  at += static_cast<uintptr_t>(round_up(count * static_cast<int64_t>(sizeof(T)), kScratchAlignment));
   return p;
 }
 
 // Lays the scratch out from `base`; returns its end.
-GANNET_INLINE std::byte* lay_out(std::byte* base, const Shape& shape, int values_per_word, Scratch& s) {
+GANNET_INLINE uintptr_t lay_out(uintptr_t base, const Shape& shape, int values_per_word, Scratch& s) {
   const int64_t words = kKeyBlock / values_per_word;
   s.q = take<uint32_t>(base, kMaxTileRows * shape.key_words);
   s.k = take<uint32_t>(base, kKeyBlock * shape.key_words);
@@ -418,8 +419,7 @@ GANNET_INLINE Shape shape_of(const RaggedPrefill& a) {
 
 GANNET_INLINE int64_t worker_bytes(const Shape& shape, int values_per_word) {
   Scratch s;
-  std::byte* const zero_base = nullptr;
-  return lay_out(zero_base, shape, values_per_word, s) - zero_base;
+  return static_cast<int64_t>(lay_out(0, shape, values_per_word, s));
 }
 
 // Host-known row and key ranges are the caller's; a range that leaves the tensors is cut, so that no memory outside
@@ -474,7 +474,7 @@ void run(const RaggedPrefill& a, const RunContext& ctx) {
     tile.num_rows = static_cast<int>(min64(shape.tile_rows, q.count - at));
     tile.bound = a.causal ? at + 1 + kv.count - q.count : kv.count;
     Scratch w;
-    lay_out(scratch + worker * scratch_bytes, shape, T::kValues, w);
+    lay_out(reinterpret_cast<uintptr_t>(scratch + worker * scratch_bytes), shape, T::kValues, w);
     run_tile<T>(a, tile, head, shape, w);
   });
 }
