@@ -23,6 +23,10 @@ GANNET_API std::string to_string(Device d);
 /// finished when it returns.
 struct Stream {
   void* handle = nullptr;
+  /// Programmatic dependent launch, on Hopper and newer: a kernel is set up while the one before it ends, and waits on
+  /// the device for its results before it reads or writes anything. The same bits either way; older GPUs and kernels
+  /// built for them launch one after the other whatever this says.
+  bool overlap = true;
 };
 
 }  // namespace v0

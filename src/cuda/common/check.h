@@ -15,6 +15,10 @@ inline void check(cudaError_t status, const char* function, const char* call) {
 }
 #define GANNET_CUDA(function, call) ::gannet::cuda::check((call), function, #call)
 
+/// Whether `kernel` as it runs on the current device knows how to wait for what is before it on its stream
+/// (launch.cuh). One built from the intermediate code of an architecture before sm_90 does not, wherever it runs.
+bool can_overlap(const char* function, const void* kernel);
+
 /// Makes `index` the current device of this thread for the life of the guard; restores the caller's.
 class DeviceGuard {
  public:

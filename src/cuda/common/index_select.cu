@@ -34,7 +34,6 @@ size_t workspace_index_select(const IndexSelect& p, int) {
 
 void run_index_select(const IndexSelect& p, const RunContext& c, LaunchIndexLogits launch_logits) {
   const DeviceGuard guard(IndexSelect::kName, p.q.device.index);
-  const auto stream = static_cast<cudaStream_t>(c.stream.handle);
   LogitBlock block{};
   block.logits = c.workspace;
   block.stride = row_stride(p);
@@ -60,8 +59,8 @@ void run_index_select(const IndexSelect& p, const RunContext& c, LaunchIndexLogi
   for (int64_t first = 0; first < num_rows; first += step) {
     block.first_row = t.first_row = first;
     block.num_rows = std::min(step, num_rows - first);
-    if (needs_scores(p)) launch_logits(IndexSelect::kName, p.q, p.weights, p.cache, p.pages, p.rows, block, stream);
-    launch_topk(IndexSelect::kName, t, block.num_rows, stream);
+    if (needs_scores(p)) launch_logits(IndexSelect::kName, p.q, p.weights, p.cache, p.pages, p.rows, block, c.stream);
+    launch_topk(IndexSelect::kName, t, block.num_rows, c.stream);
   }
 }
 

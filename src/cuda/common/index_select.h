@@ -2,8 +2,6 @@
 // brings the scores. Host code only.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include "core/implementation.h"
 #include "cuda/common/index_logits.cuh"
 
@@ -14,7 +12,7 @@ namespace cuda {
 /// Enqueues index logits of a block of rows of a call; columns that a row does not see are left alone.
 using LaunchIndexLogits = void (*)(const char* function, const TensorView& q, const TensorView& weights,
                                    const IndexCacheView& cache, const PageTableView& pages, const QueryRows& rows,
-                                   const LogitBlock& block, cudaStream_t stream);
+                                   const LogitBlock& block, Stream stream);
 
 /// Scores of as many rows as 32 MiB hold, at least one: max_seq_len * 4 bytes a row. None where every row selects all.
 size_t workspace_index_select(const IndexSelect& p, int num_workers);

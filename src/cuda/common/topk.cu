@@ -32,6 +32,7 @@
 
 #include "cuda/common/check.h"
 #include "cuda/common/cluster.cuh"
+#include "cuda/common/launch.cuh"
 
 namespace gannet {
 inline namespace v0 {
@@ -508,6 +509,8 @@ __device__ void keep_best(Team& t, const RowSlice<T>& slice, List& list, uint32_
 template <class T>
 __global__ void __launch_bounds__(kThreads, 2)
     topk_kernel(const __grid_constant__ TopKArgs a, const __grid_constant__ uint32_t list_words) {
+  wait_for_stream();
+  let_next_start();
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   Team t{shared, static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32), cluster_rank(),
@@ -622,7 +625,7 @@ Shape shape_of(const Machine& m, int64_t rows, int64_t columns, int64_t k) {
 }
 
 template <class T>
-void launch(const char* function, const TopKArgs& a, int64_t num_rows, cudaStream_t stream) {
+void launch(const char* function, const TopKArgs& a, int64_t num_rows, Stream stream) {
   int device = 0, sms = 0, shared = 0, major = 0;
   cudaFuncAttributes attributes{};
   GANNET_CUDA(function, cudaGetDevice(&device));
@@ -634,27 +637,19 @@ void launch(const char* function, const TopKArgs& a, int64_t num_rows, cudaStrea
   const Machine machine{sms, shared, major >= 9 && attributes.ptxVersion >= 90};
   const Shape shape = shape_of(machine, num_rows, a.num_columns, a.k);
   const size_t bytes = sizeof(Shared) + shape.list_words * sizeof(uint32_t);
-  GANNET_CUDA(function, cudaFuncSetAttribute(topk_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             static_cast<int>(bytes)));
   GANNET_CUDA(function, cudaFuncSetAttribute(topk_kernel<T>, cudaFuncAttributePreferredSharedMemoryCarveout,
                                              cudaSharedmemCarveoutMaxShared));
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(num_rows * shape.ranks));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = shape.ranks;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = shape.ranks > 1 ? 1 : 0;
-  GANNET_CUDA(function, cudaLaunchKernelEx(&config, topk_kernel<T>, a, shape.list_words));
+  launch_kernel(function, topk_kernel<T>,
+                {.blocks = num_rows * shape.ranks,
+                 .threads = kThreads,
+                 .shared_bytes = bytes,
+                 .cluster = static_cast<int>(shape.ranks)},
+                stream, a, shape.list_words);
 }
 
 }  // namespace
 
-void launch_topk(const char* function, const TopKArgs& a, int64_t num_rows, cudaStream_t stream) {
+void launch_topk(const char* function, const TopKArgs& a, int64_t num_rows, Stream stream) {
   if (a.dtype == DType::kBf16) launch<uint16_t>(function, a, num_rows, stream);
   else launch<float>(function, a, num_rows, stream);
 }

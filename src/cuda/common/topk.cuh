@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/common/views.cuh"
+#include "gannet/device.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -28,7 +29,7 @@ struct TopKArgs {
 };
 
 /// Rows first_row .. first_row + num_rows - 1, on the current device. No workspace.
-void launch_topk(const char* function, const TopKArgs& a, int64_t num_rows, cudaStream_t stream);
+void launch_topk(const char* function, const TopKArgs& a, int64_t num_rows, Stream stream);
 
 }  // namespace cuda
 }  // namespace v0

@@ -188,11 +188,8 @@ template <class Problem>
 void launch(const char* function, const Problem& problem, int64_t blocks, const Device& device, Stream stream) {
   const DeviceGuard guard(function, device.index);
   const size_t bytes = attend_shared_bytes(problem.key_dim, problem.value_dim, Problem::kValueIsKey);
-  GANNET_CUDA(function, cudaFuncSetAttribute(attend_kernel<Problem>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             static_cast<int>(bytes)));
-  attend_kernel<Problem>
-      <<<static_cast<unsigned>(blocks), kThreads, bytes, static_cast<cudaStream_t>(stream.handle)>>>(problem);
-  GANNET_CUDA(function, cudaGetLastError());
+  launch_kernel(function, attend_kernel<Problem>, {.blocks = blocks, .threads = kThreads, .shared_bytes = bytes}, stream,
+                problem);
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/launch.cuh"
 #include "cuda/common/views.cuh"
 
 namespace gannet {
@@ -53,6 +54,8 @@ inline size_t attend_shared_bytes(int key_dim, int value_dim, bool value_is_key)
 //   int64_t max_offset(g, lane), int head(g, lane)  where the output has max_logits and sink
 template <class Problem>
 __global__ void __launch_bounds__(kThreads) attend_kernel(const Problem p) {
+  wait_for_stream();
+  let_next_start();
   extern __shared__ float shared[];
   __shared__ float weights[kLanes][kTileKeys];
   __shared__ float rescale[kLanes], row_max[kLanes], row_sum[kLanes];

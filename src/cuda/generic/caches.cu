@@ -4,6 +4,7 @@
 //
 // Divisions by a scale are rounded once, as the contract says (gannet/ops.h); by a power of two they are products.
 #include "cuda/common/check.h"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/vectors.cuh"
 #include "cuda/common/views.cuh"
 #include "cuda/generic/set.h"
@@ -138,6 +139,8 @@ struct FromTo {
 template <class T, LatentFormat kFormat>
 __global__ void __launch_bounds__(kThreads)
     latent_write_kernel(Matrix latent, Matrix rope, Slots slots, LatentCacheView c) {
+  wait_for_stream();
+  let_next_start();
   const auto [t, lane] = row_task<kLatentLanes>();
   if (t >= slots.count) return;
   const int64_t slot = slots[t];
@@ -220,6 +223,8 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, LatentFormat kFormat>
 __global__ void __launch_bounds__(kThreads)
     latent_gather_kernel(Slots slots, LatentCacheView c, Matrix latent, Matrix rope) {
+  wait_for_stream();
+  let_next_start();
   const auto [t, lane] = row_task<kLatentLanes>();
   if (t >= slots.count) return;
   const int64_t slot = slots[t];
@@ -301,6 +306,8 @@ struct KeyValueOf<IndexKFormat::kBf16> {
 
 template <class T, IndexKFormat kFormat>
 __global__ void __launch_bounds__(kThreads) index_k_write_kernel(Matrix k, Slots slots, IndexCacheView c) {
+  wait_for_stream();
+  let_next_start();
   using To = typename KeyValueOf<kFormat>::Type;
   const auto [t, lane] = row_task<kIndexLanes>();
   const int64_t slot = t < slots.count ? slots[t] : -1;
@@ -347,6 +354,8 @@ __global__ void __launch_bounds__(kThreads) index_k_write_kernel(Matrix k, Slots
 
 template <class T, IndexKFormat kFormat>
 __global__ void __launch_bounds__(kThreads) index_k_gather_kernel(Slots slots, IndexCacheView c, Matrix k) {
+  wait_for_stream();
+  let_next_start();
   using From = typename KeyValueOf<kFormat>::Type;
   const auto [t, lane] = row_task<kIndexLanes>();
   if (t >= slots.count) return;
@@ -385,8 +394,7 @@ void launch_rows(const char* function, void (*kernel)(Params...), int64_t rows, 
                  Stream stream, const Args&... args) {
   const DeviceGuard guard(function, device.index);
   const int64_t blocks = (rows * lanes + kThreads - 1) / kThreads;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream.handle)>>>(args...);
-  GANNET_CUDA(function, cudaGetLastError());
+  launch_kernel(function, kernel, {.blocks = blocks, .threads = kThreads}, stream, args...);
 }
 
 /// Calls f with a value of the outside rows' element type: fp32 or bf16.

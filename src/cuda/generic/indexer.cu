@@ -1,6 +1,7 @@
 // Index logits in fp32, and the indexer's other two operations with them.
 #include "cuda/common/check.h"
 #include "cuda/common/index_select.h"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/topk.cuh"
 #include "cuda/generic/set.h"
 
@@ -31,6 +32,8 @@ struct LogitArgs {
 
 // Shared memory: queries [head_dim][num_heads] fp32 (32 KB for 64 x 128), so that lanes (heads) read neighbours.
 __global__ void __launch_bounds__(kLogitThreads) index_logits_kernel(LogitArgs a) {
+  wait_for_stream();
+  let_next_start();
   extern __shared__ float query[];
   const int64_t key_blocks = (a.block.num_columns + kKeysPerBlock - 1) / kKeysPerBlock;
   const int64_t local = blockIdx.x / key_blocks, row = a.block.first_row + local;
@@ -70,7 +73,7 @@ __global__ void __launch_bounds__(kLogitThreads) index_logits_kernel(LogitArgs a
 }
 
 void launch_logits(const char* function, const TensorView& q, const TensorView& weights, const IndexCacheView& cache,
-                   const PageTableView& pages, const QueryRows& rows, const LogitBlock& block, cudaStream_t stream) {
+                   const PageTableView& pages, const QueryRows& rows, const LogitBlock& block, Stream stream) {
   LogitArgs a{};
   a.q = q.data;
   a.q_dtype = q.dtype;
@@ -85,10 +88,8 @@ void launch_logits(const char* function, const TensorView& q, const TensorView& 
   a.block = block;
   const int64_t key_blocks = (block.num_columns + kKeysPerBlock - 1) / kKeysPerBlock;
   const size_t bytes = sizeof(float) * static_cast<size_t>(a.num_heads) * static_cast<size_t>(cache.head_dim);
-  GANNET_CUDA(function, cudaFuncSetAttribute(index_logits_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             static_cast<int>(bytes)));
-  index_logits_kernel<<<static_cast<unsigned>(block.num_rows * key_blocks), kLogitThreads, bytes, stream>>>(a);
-  GANNET_CUDA(function, cudaGetLastError());
+  launch_kernel(function, index_logits_kernel,
+                {.blocks = block.num_rows * key_blocks, .threads = kLogitThreads, .shared_bytes = bytes}, stream, a);
 }
 
 }  // namespace
@@ -97,8 +98,7 @@ void run_index_logits(const IndexLogits& p, const RunContext& c) {
   const DeviceGuard guard(IndexLogits::kName, p.q.device.index);
   const LogitBlock block{
       p.logits.data, p.logits.stride[0], p.logits.shape[1], 0, p.q.shape[0], p.logits.dtype == DType::kBf16};
-  launch_logits(IndexLogits::kName, p.q, p.weights, p.cache, p.pages, p.rows, block,
-                static_cast<cudaStream_t>(c.stream.handle));
+  launch_logits(IndexLogits::kName, p.q, p.weights, p.cache, p.pages, p.rows, block, c.stream);
 }
 
 void run_topk(const TopK& p, const RunContext& c) {
@@ -114,7 +114,7 @@ void run_topk(const TopK& p, const RunContext& c) {
   a.positions = static_cast<int32_t*>(p.positions.data);
   a.positions_stride = p.positions.stride[0];
   a.counts = static_cast<int32_t*>(p.counts.data);
-  launch_topk(TopK::kName, a, p.logits.shape[0], static_cast<cudaStream_t>(c.stream.handle));
+  launch_topk(TopK::kName, a, p.logits.shape[0], c.stream);
 }
 
 void run_index_select(const IndexSelect& p, const RunContext& c) { cuda::run_index_select(p, c, launch_logits); }

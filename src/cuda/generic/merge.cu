@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "cuda/common/check.h"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/vectors.cuh"
 #include "cuda/generic/set.h"
 
@@ -88,6 +89,8 @@ __device__ void store_part(T* p, const uint4& x, int n) {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocksOnSm) merge_state_kernel(const __grid_constant__ MergeArgs m) {
+  wait_for_stream();
+  let_next_start();
   constexpr int kPiece = 16 / sizeof(T);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const uint32_t warp = (blockIdx.x * kThreads + threadIdx.x) / 32;
@@ -175,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOnSm) merge_state_kernel(cons
 }
 
 template <class T>
-void launch(const MergeState& p, cudaStream_t stream) {
+void launch(const MergeState& p, Stream stream) {
   int sms = 0;
   GANNET_CUDA(MergeState::kName, cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, p.out_a.device.index));
   const int64_t heads = p.out_a.shape[1], dim = p.out_a.shape[2];
@@ -205,8 +208,8 @@ void launch(const MergeState& p, cudaStream_t stream) {
     const int64_t least = std::max<int64_t>(32 / pieces, 1), held = int64_t{sms} * kBlocksOnSm * kWarps;
     m.items_of_warp = static_cast<int32_t>(std::min<int64_t>((items + held * least - 1) / (held * least) * least, 32));
     const int64_t warps = (items + m.items_of_warp - 1) / m.items_of_warp;
-    merge_state_kernel<T><<<static_cast<unsigned>((warps + kWarps - 1) / kWarps), kThreads, 0, stream>>>(m);
-    GANNET_CUDA(MergeState::kName, cudaGetLastError());
+    launch_kernel(MergeState::kName, merge_state_kernel<T>,
+                  {.blocks = (warps + kWarps - 1) / kWarps, .threads = kThreads}, stream, m);
   }
 }
 
@@ -214,9 +217,8 @@ void launch(const MergeState& p, cudaStream_t stream) {
 
 void run_merge_state(const MergeState& p, const RunContext& c) {
   const DeviceGuard guard(MergeState::kName, p.out_a.device.index);
-  const auto stream = static_cast<cudaStream_t>(c.stream.handle);
-  if (p.out_a.dtype == DType::kBf16) launch<uint16_t>(p, stream);
-  else launch<float>(p, stream);
+  if (p.out_a.dtype == DType::kBf16) launch<uint16_t>(p, c.stream);
+  else launch<float>(p, c.stream);
 }
 
 }  // namespace generic

@@ -1,6 +1,7 @@
 // RoPE in place: pairs of neighbours, or of halves. A thread rotates 16 bytes of values (with their partners, where the
 // pairs are of halves) when places and widths allow it, else a single pair.
 #include "cuda/common/check.h"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/vectors.cuh"
 #include "cuda/generic/set.h"
 
@@ -26,6 +27,8 @@ struct RopeArgs {
 /// kPairs pairs a thread: pair i is (first + i * kStep, partner).
 template <class T, RopePairing kPairing, int kPairs>
 __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ RopeArgs a) {
+  wait_for_stream();
+  let_next_start();
   constexpr bool kNeighbours = kPairing == RopePairing::kInterleaved;
   const int64_t task = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (task >= a.num_tasks) return;
@@ -63,7 +66,7 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ 
 }
 
 template <class T, RopePairing kPairing>
-void launch(const Rope& p, cudaStream_t stream) {
+void launch(const Rope& p, Stream stream) {
   constexpr int kPairs = kPairing == RopePairing::kInterleaved ? 4 : 8;
   const int64_t rotated = p.cos_sin.shape[1];
   RopeArgs a{p.x.data,
@@ -80,24 +83,21 @@ void launch(const Rope& p, cudaStream_t stream) {
   // Rows and heads begin at multiples of 16 bytes; so do the values where offset and half are multiples of eight.
   const bool wide = p.offset % 8 == 0 && rotated / 2 % kPairs == 0;
   a.num_tasks = p.x.shape[0] * p.x.shape[1] * (rotated / 2 / (wide ? kPairs : 1));
-  const auto blocks = static_cast<unsigned>((a.num_tasks + kThreads - 1) / kThreads);
-  if (wide) rope_kernel<T, kPairing, kPairs><<<blocks, kThreads, 0, stream>>>(a);
-  else rope_kernel<T, kPairing, 1><<<blocks, kThreads, 0, stream>>>(a);
-  GANNET_CUDA(Rope::kName, cudaGetLastError());
+  const Grid grid{.blocks = (a.num_tasks + kThreads - 1) / kThreads, .threads = kThreads};
+  launch_kernel(Rope::kName, wide ? rope_kernel<T, kPairing, kPairs> : rope_kernel<T, kPairing, 1>, grid, stream, a);
 }
 
 }  // namespace
 
 void run_rope(const Rope& p, const RunContext& c) {
   const DeviceGuard guard(Rope::kName, p.x.device.index);
-  const auto stream = static_cast<cudaStream_t>(c.stream.handle);
   const bool bf16 = p.x.dtype == DType::kBf16;
   if (p.pairing == RopePairing::kInterleaved) {
-    if (bf16) launch<uint16_t, RopePairing::kInterleaved>(p, stream);
-    else launch<float, RopePairing::kInterleaved>(p, stream);
+    if (bf16) launch<uint16_t, RopePairing::kInterleaved>(p, c.stream);
+    else launch<float, RopePairing::kInterleaved>(p, c.stream);
   } else {
-    if (bf16) launch<uint16_t, RopePairing::kHalfSplit>(p, stream);
-    else launch<float, RopePairing::kHalfSplit>(p, stream);
+    if (bf16) launch<uint16_t, RopePairing::kHalfSplit>(p, c.stream);
+    else launch<float, RopePairing::kHalfSplit>(p, c.stream);
   }
 }
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cuda/common/check.h"
+#include "cuda/common/launch.cuh"
 #include "cuda/mma/absorbed.cuh"
 #include "cuda/mma/set.h"
 
@@ -69,21 +70,18 @@ void fill_common(Common& c, const Params& p) {
 }
 
 template <class C, LatentFormat kFormat, class Problem>
-void launch_config(const char* function, const Problem& p, int64_t groups, cudaStream_t stream) {
+void launch_config(const char* function, const Problem& p, int64_t groups, Stream stream) {
   const int64_t lane_blocks = (p.num_rows * p.num_heads / groups + C::kLanes - 1) / C::kLanes;
-  auto* kernel = absorbed_kernel<C, kFormat, Problem>;
-  GANNET_CUDA(function, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             static_cast<int>(C::kSharedBytes)));
-  kernel<<<static_cast<unsigned>(groups * lane_blocks * p.num_splits), kThreads, C::kSharedBytes, stream>>>(p);
-  GANNET_CUDA(function, cudaGetLastError());
-  if (p.num_splits > 1) {
-    combine_kernel<<<static_cast<unsigned>(p.num_rows * p.num_heads), kLatent / 4, 0, stream>>>(p);
-    GANNET_CUDA(function, cudaGetLastError());
-  }
+  launch_kernel(
+      function, absorbed_kernel<C, kFormat, Problem>,
+      {.blocks = groups * lane_blocks * p.num_splits, .threads = kThreads, .shared_bytes = C::kSharedBytes}, stream, p);
+  if (p.num_splits > 1)
+    launch_kernel(function, combine_kernel, {.blocks = p.num_rows * p.num_heads, .threads = kLatent / 4}, stream,
+                  static_cast<const Common&>(p));
 }
 
 template <LatentFormat kFormat, class Problem>
-void launch_format(const char* function, const Problem& p, const Shape& s, const Machine& m, cudaStream_t stream) {
+void launch_format(const char* function, const Problem& p, const Shape& s, const Machine& m, Stream stream) {
   const int lanes = lanes_of(s);
   if (lanes == 16) launch_config<Narrow, kFormat>(function, p, s.groups, stream);
   else if (lanes == 32) launch_config<Middle, kFormat>(function, p, s.groups, stream);
@@ -98,11 +96,10 @@ void launch(const char* function, Problem& p, const Shape& s, Device device, con
   p.num_splits = splits_of(s, m.num_sms);
   p.partial = reinterpret_cast<float*>(c.workspace);
   p.partial_lse = p.partial + static_cast<int64_t>(p.num_splits) * s.num_rows * s.num_heads * kLatent;
-  const auto stream = static_cast<cudaStream_t>(c.stream.handle);
   switch (p.cache.format) {
-    case LatentFormat::kBf16: return launch_format<LatentFormat::kBf16>(function, p, s, m, stream);
-    case LatentFormat::kE4m3: return launch_format<LatentFormat::kE4m3>(function, p, s, m, stream);
-    case LatentFormat::kPacked656: return launch_format<LatentFormat::kPacked656>(function, p, s, m, stream);
+    case LatentFormat::kBf16: return launch_format<LatentFormat::kBf16>(function, p, s, m, c.stream);
+    case LatentFormat::kE4m3: return launch_format<LatentFormat::kE4m3>(function, p, s, m, c.stream);
+    case LatentFormat::kPacked656: return launch_format<LatentFormat::kPacked656>(function, p, s, m, c.stream);
     default: break;  // refused by the set
   }
 }

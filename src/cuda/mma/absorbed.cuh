@@ -27,6 +27,7 @@
 #include <cstdint>
 
 #include "cuda/common/absorbed_problem.cuh"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
 
 namespace gannet {
@@ -60,6 +61,8 @@ struct Config {
 // Grid: groups (requests or rows) x lane blocks x splits in one dimension, splits fastest.
 template <class C, LatentFormat kFormat, class Problem>
 __global__ void __launch_bounds__(kThreads, 1) absorbed_kernel(const Problem p) {
+  wait_for_stream();
+  let_next_start();
   // ---- who am I ----
   const int64_t lane_blocks = (p.lanes_per_group() + C::kLanes - 1) / C::kLanes;
   const int split = static_cast<int>(blockIdx.x % p.num_splits);
@@ -296,6 +299,8 @@ __global__ void __launch_bounds__(kThreads, 1) absorbed_kernel(const Problem p) 
 
 /// Merges the splits of each (row, head), in order. A block of kLatent / 4 threads serves one.
 __global__ void __launch_bounds__(kLatent / 4) combine_kernel(const Common p) {
+  wait_for_stream();
+  let_next_start();
   const int64_t row = blockIdx.x / p.num_heads, head = blockIdx.x % p.num_heads;
   float top = -INFINITY;
   const int64_t stride = p.num_rows * p.num_heads, index = row * p.num_heads + head;

@@ -169,6 +169,7 @@ __device__ inline float relu(float x) {
 template <class C>
 __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_constant__ Problem p) {
   wait_for_stream();
+  let_next_start();
   extern __shared__ __align__(128) unsigned char shared[];
   auto* queries = reinterpret_cast<uint32_t*>(shared);  // [slot][head pair][step][lane][4]
   const int slots = p.rows_per_unit * p.units_per_phase;

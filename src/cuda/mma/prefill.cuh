@@ -28,6 +28,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/prefill_problem.cuh"
 #include "cuda/common/prefill_values.cuh"
@@ -62,6 +63,8 @@ struct PrefillConfig {
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 2) prefill_kernel(const __grid_constant__ Problem p) {
+  wait_for_stream();
+  let_next_start();
   extern __shared__ __align__(128) unsigned char shared[];
   Tile t;
   if (!prefill::find_tile<C::kTileRows>(p, t, blockIdx.x, gridDim.x)) return;

@@ -20,7 +20,7 @@ void run_index_logits(const IndexLogits& p, const RunContext& c);
 /// Scores a block of rows of a call whose arguments the set takes. No workspace.
 void launch_index_logits(const char* function, const TensorView& q, const TensorView& weights,
                          const IndexCacheView& cache, const PageTableView& pages, const QueryRows& rows,
-                         const LogitBlock& block, cudaStream_t stream);
+                         const LogitBlock& block, Stream stream);
 
 }  // namespace mma
 }  // namespace cuda

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cuda/common/check.h"
+#include "cuda/common/launch.cuh"
 #include "cuda/sm90/absorbed.cuh"
 #include "cuda/sm90/set.h"
 
@@ -69,23 +70,11 @@ void launch(const char* function, Problem& p, const Shape& s, Device device, con
   schedule.num_parts = l.num_parts;
   schedule.lane_blocks = l.lane_blocks;
   schedule.num_groups = static_cast<int>(s.num_groups);
-  const auto stream = static_cast<cudaStream_t>(c.stream.handle);
-  GANNET_CUDA(function, cudaFuncSetAttribute(absorbed_kernel<Problem>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             kSharedBytes));
-  absorbed_kernel<Problem>
-      <<<static_cast<unsigned>(l.num_parts * l.lane_blocks), kThreads, kSharedBytes, stream>>>(p, schedule);
-  GANNET_CUDA(function, cudaGetLastError());
-  // The merge's launch overlaps the end of the attention; it waits for the results on the device.
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(l.num_parts * l.lane_blocks * (kLanes / kCombineLanes)));
-  config.blockDim = dim3(kCombineThreads);
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
-  GANNET_CUDA(function, cudaLaunchKernelEx(&config, combine_kernel<Problem>, static_cast<const Problem&>(p), schedule));
+  const int64_t blocks = int64_t{l.num_parts} * l.lane_blocks;
+  launch_kernel(function, absorbed_kernel<Problem>,
+                {.blocks = blocks, .threads = kThreads, .shared_bytes = kSharedBytes}, c.stream, p, schedule);
+  launch_kernel(function, combine_kernel<Problem>,
+                {.blocks = blocks * (kLanes / kCombineLanes), .threads = kCombineThreads}, c.stream, p, schedule);
 }
 
 }  // namespace

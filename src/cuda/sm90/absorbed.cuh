@@ -31,6 +31,7 @@
 #include <type_traits>
 
 #include "cuda/common/absorbed_problem.cuh"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/wgmma.cuh"
 
 namespace gannet {
@@ -529,6 +530,7 @@ template <class Problem>
 __global__ void __launch_bounds__(kThreads, 1)
     absorbed_kernel(const __grid_constant__ Problem p, const Schedule schedule) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  wait_for_stream();
   extern __shared__ __align__(kAlignment) unsigned char shared[];
   unsigned char* query = shared;
   unsigned char* stages = query + kQueryBytes;
@@ -546,7 +548,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   find_part(p, schedule, part, s);
-  cudaTriggerProgrammaticLaunchCompletion();  // combine_kernel waits for this grid's results itself
+  let_next_start();
   if (threadIdx.x < 128) {
     register_increase<kConsumerRegisters>();
     consume<0>(p, schedule, s, query, stages, weights, part, lane_block);
@@ -569,7 +571,8 @@ constexpr int kCombineLanes = 4, kWarpsPerLane = 4, kCombineThreads = 32 * kComb
 template <class Problem>
 __global__ void __launch_bounds__(kCombineThreads)
     combine_kernel(const __grid_constant__ Problem p, const Schedule schedule) {
-  cudaGridDependencySynchronize();
+  wait_for_stream();
+  let_next_start();
   constexpr int kPieces = kLatent / 128;  // a warp reads 128 columns at once
   static_assert(kPieces == kWarpsPerLane, "a warp finishes 128 columns");
   __shared__ float weight[kCombineLanes][kMaxParts];

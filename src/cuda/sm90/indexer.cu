@@ -13,20 +13,20 @@ namespace sm90 {
 namespace {
 
 template <class C>
-void launch(const char* function, index_units::Problem a, int device, int64_t rows, cudaStream_t stream) {
+void launch(const char* function, index_units::Problem a, int device, int64_t rows, Stream stream) {
   int sms = 0;
   GANNET_CUDA(function, cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
   index_units::choose_units(a, rows, C::kSlots);
   const size_t bytes = C::shared_bytes(a.rows_per_unit * a.units_per_phase);
   auto* kernel = a.block.bf16 ? indexer::index_logits_kernel<C, uint16_t> : indexer::index_logits_kernel<C, float>;
-  launch_overlapped(function, kernel, sms, indexer::kThreads, bytes, device, stream, a);
+  launch_kernel(function, kernel, {.blocks = sms, .threads = indexer::kThreads, .shared_bytes = bytes}, stream, a);
 }
 
 }  // namespace
 
 void launch_index_logits(const char* function, const TensorView& q, const TensorView& weights,
                          const IndexCacheView& cache, const PageTableView& pages, const QueryRows& rows,
-                         const LogitBlock& block, cudaStream_t stream) {
+                         const LogitBlock& block, Stream stream) {
   const index_units::Problem a = index_units::make_problem(q, weights, cache, pages, rows, block);
   if (a.num_heads <= 32) launch<indexer::Config<32>>(function, a, q.device.index, q.shape[0], stream);
   else launch<indexer::Config<64>>(function, a, q.device.index, q.shape[0], stream);
@@ -36,8 +36,7 @@ void run_index_logits(const IndexLogits& p, const RunContext& c) {
   const DeviceGuard guard(IndexLogits::kName, p.q.device.index);
   const LogitBlock block{
       p.logits.data, p.logits.stride[0], p.logits.shape[1], 0, p.q.shape[0], p.logits.dtype == DType::kBf16};
-  launch_index_logits(IndexLogits::kName, p.q, p.weights, p.cache, p.pages, p.rows, block,
-                      static_cast<cudaStream_t>(c.stream.handle));
+  launch_index_logits(IndexLogits::kName, p.q, p.weights, p.cache, p.pages, p.rows, block, c.stream);
 }
 
 }  // namespace sm90

@@ -194,6 +194,7 @@ template <class C, class Logit>
 __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_stream();
+  let_next_start();
   extern __shared__ unsigned char shared[];
   __shared__ Schedule<kWarps, kMaxSlots> schedule;
   __shared__ uint64_t full[kWarpgroups][kStages], empty[kWarpgroups][kStages];

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cuda/common/check.h"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/tensor_map.h"
 #include "cuda/sm90/prefill.cuh"
 #include "cuda/sm90/set.h"
@@ -29,14 +30,12 @@ void run_ragged_prefill(const RaggedPrefill& p, const RunContext& c) {
     maps.last = p.k_rope.given() ? map_rows(function, p.k_rope, ragged::kKeys) : maps.k;
     maps.v = map_rows(function, p.v, ragged::kKeys);
   }
-  const auto stream = static_cast<cudaStream_t>(c.stream.handle);
   auto* counter = reinterpret_cast<int*>(c.workspace);
-  GANNET_CUDA(function, cudaMemsetAsync(counter, 0, sizeof(int), stream));
-  GANNET_CUDA(function, cudaFuncSetAttribute(ragged::prefill_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             ragged::kSharedBytes));
-  ragged::prefill_kernel<<<static_cast<unsigned>(std::min<int64_t>(sms, ids)), ragged::kThreads, ragged::kSharedBytes,
-                           stream>>>(problem, maps, counter, static_cast<int>(ids));
-  GANNET_CUDA(function, cudaGetLastError());
+  GANNET_CUDA(function, cudaMemsetAsync(counter, 0, sizeof(int), static_cast<cudaStream_t>(c.stream.handle)));
+  launch_kernel(
+      function, ragged::prefill_kernel,
+      {.blocks = std::min<int64_t>(sms, ids), .threads = ragged::kThreads, .shared_bytes = ragged::kSharedBytes},
+      c.stream, problem, maps, counter, static_cast<int>(ids));
 }
 
 }  // namespace sm90

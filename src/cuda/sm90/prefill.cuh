@@ -30,6 +30,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/launch.cuh"
 #include "cuda/common/prefill_problem.cuh"
 #include "cuda/common/prefill_values.cuh"
 #include "cuda/common/tma.cuh"
@@ -428,6 +429,8 @@ __device__ inline void consume(const Problem& p, Shared& s, unsigned char* share
 __global__ void __launch_bounds__(kThreads, 1)
     prefill_kernel(const __grid_constant__ Problem p, const __grid_constant__ Maps maps, int* counter, int num_ids) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  wait_for_stream();
+  let_next_start();
   extern __shared__ __align__(kAlignment) unsigned char shared[];
   Shared& s = *reinterpret_cast<Shared*>(shared + kTileBytes);
   if (threadIdx.x == 0) {

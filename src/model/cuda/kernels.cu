@@ -11,6 +11,7 @@
 
 #include <cfloat>
 
+#include "cuda/common/launch.cuh"
 #include "model/cuda/kernels.h"
 
 namespace gannet {
@@ -18,10 +19,10 @@ inline namespace v0 {
 namespace cuda {
 namespace {
 
+constexpr const char* kName = "decoder";  // in errors
 constexpr int kThreads = 256;
 constexpr unsigned kFull = 0xffffffffu;
 
-cudaStream_t handle(Stream s) { return static_cast<cudaStream_t>(s.handle); }
 unsigned blocks_for(int64_t n) { return static_cast<unsigned>((n + kThreads - 1) / kThreads); }
 
 __device__ float block_sum(float x) {
@@ -39,17 +40,21 @@ __device__ float silu(float x) { return x / (1.0f + expf(-x)); }
 
 template <class F>
 __global__ void each_kernel(int64_t n, F f) {
+  wait_for_stream();
+  let_next_start();
   const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (i < n) f(i);
 }
 template <class F>
 void each(int64_t n, Stream stream, F f) {
-  if (n > 0) each_kernel<<<blocks_for(n), kThreads, 0, handle(stream)>>>(n, f);
+  if (n > 0) launch_kernel(kName, each_kernel<F>, {.blocks = blocks_for(n), .threads = kThreads}, stream, n, f);
 }
 
 __global__ void __launch_bounds__(kThreads)
     rms_norm_kernel(const float* x, int64_t x_stride, int64_t dim, const float* weight, float eps, float* y,
                     int64_t y_stride) {
+  wait_for_stream();
+  let_next_start();
   const float* in = x + blockIdx.x * x_stride;
   float* out = y + blockIdx.x * y_stride;
   float squares = 0.0f;
@@ -60,6 +65,8 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     layer_norm_kernel(const float* x, int64_t dim, const float* weight, const float* bias, float eps, float* y) {
+  wait_for_stream();
+  let_next_start();
   const float* in = x + blockIdx.x * dim;
   float* out = y + blockIdx.x * dim;
   float sum = 0.0f;
@@ -96,6 +103,8 @@ __device__ void block_best(float& value, int& index) {
 /// One block a row. Scores, choices and groups are those of route_experts, in its order of operations.
 __global__ void __launch_bounds__(kThreads)
     route_kernel(RouterParams p, const float* logits, const float* bias, int32_t* ids, float* weights) {
+  wait_for_stream();
+  let_next_start();
   __shared__ float scores[kMaxExperts], choices[kMaxExperts], groups[kMaxExperts];
   __shared__ bool kept[kMaxExperts];
   const int64_t row = blockIdx.x;
@@ -162,6 +171,8 @@ __global__ void __launch_bounds__(kThreads)
 /// by all threads at once.
 __global__ void __launch_bounds__(kMaxExperts) sort_pairs_kernel(const int32_t* ids, int64_t pairs, int32_t num_experts,
                                                                  int32_t* first, int32_t* order, int32_t* place_of) {
+  wait_for_stream();
+  let_next_start();
   __shared__ int32_t starts[kMaxExperts + 1];
   const int e = static_cast<int>(threadIdx.x);
   int32_t count = 0;
@@ -249,6 +260,8 @@ template <int kRows, class W>
 __global__ void __launch_bounds__(kThreads)
     experts_in_kernel(DeviceExperts experts, int32_t num_experts, const int32_t* first, const int32_t* order,
                       int32_t per_token, const float* x, float* hidden) {
+  wait_for_stream();
+  let_next_start();
   int expert, begin, end;
   find_tile<kRows>(first, num_experts, blockIdx.x, expert, begin, end);
   if (expert < 0) return;
@@ -271,6 +284,8 @@ __global__ void __launch_bounds__(kThreads)
 template <int kRows, class W>
 __global__ void __launch_bounds__(kThreads) experts_out_kernel(DeviceExperts experts, int32_t num_experts,
                                                                const int32_t* first, const float* hidden, float* out) {
+  wait_for_stream();
+  let_next_start();
   int expert, begin, end;
   find_tile<kRows>(first, num_experts, blockIdx.x, expert, begin, end);
   if (expert < 0) return;
@@ -330,14 +345,15 @@ void launch_embed(DeviceWeight w, const int32_t* ids, int64_t rows, int64_t dim,
 void launch_rms_norm(const float* x, int64_t x_stride, int64_t rows, int64_t dim, const float* weight, float eps,
                      float* y, int64_t y_stride, Stream stream) {
   if (rows > 0)
-    rms_norm_kernel<<<static_cast<unsigned>(rows), kThreads, 0, handle(stream)>>>(x, x_stride, dim, weight, eps, y,
-                                                                                  y_stride);
+    launch_kernel(kName, rms_norm_kernel, {.blocks = rows, .threads = kThreads}, stream, x, x_stride, dim, weight, eps,
+                  y, y_stride);
 }
 
 void launch_layer_norm(const float* x, int64_t rows, int64_t dim, const float* weight, const float* bias, float eps,
                        float* y, Stream stream) {
   if (rows > 0)
-    layer_norm_kernel<<<static_cast<unsigned>(rows), kThreads, 0, handle(stream)>>>(x, dim, weight, bias, eps, y);
+    launch_kernel(kName, layer_norm_kernel, {.blocks = rows, .threads = kThreads}, stream, x, dim, weight, bias, eps,
+                  y);
 }
 
 void launch_add(float* x, const float* y, int64_t n, Stream stream) {
@@ -375,36 +391,35 @@ void launch_from_bf16(const void* x, int64_t n, float* y, Stream stream) {
 void launch_route(const RouterParams& params, const float* logits, const float* bias, int64_t rows, int32_t* ids,
                   float* weights, Stream stream) {
   if (rows > 0)
-    route_kernel<<<static_cast<unsigned>(rows), kThreads, 0, handle(stream)>>>(params, logits, bias, ids, weights);
+    launch_kernel(kName, route_kernel, {.blocks = rows, .threads = kThreads}, stream, params, logits, bias, ids,
+                  weights);
 }
 
 void launch_sort_pairs(const int32_t* ids, int64_t pairs, int32_t num_experts, int32_t* first, int32_t* order,
                        int32_t* place_of, Stream stream) {
-  sort_pairs_kernel<<<1, kMaxExperts, 0, handle(stream)>>>(ids, pairs, num_experts, first, order, place_of);
+  launch_kernel(kName, sort_pairs_kernel, {.threads = kMaxExperts}, stream, ids, pairs, num_experts, first, order,
+                place_of);
 }
 
 void launch_experts_in(const DeviceExperts& experts, int32_t num_experts, const int32_t* first, const int32_t* order,
                        int64_t pairs, int32_t per_token, const float* x, float* hidden, Stream stream) {
   with_rows(pairs, num_experts, [&]<int kRows>(std::integral_constant<int, kRows>) {
-    const dim3 grid(most_tiles<kRows>(pairs, num_experts), static_cast<unsigned>((experts.width + kCols - 1) / kCols));
-    if (experts.bf16)
-      experts_in_kernel<kRows, __nv_bfloat16>
-          <<<grid, kThreads, 0, handle(stream)>>>(experts, num_experts, first, order, per_token, x, hidden);
-    else
-      experts_in_kernel<kRows, float>
-          <<<grid, kThreads, 0, handle(stream)>>>(experts, num_experts, first, order, per_token, x, hidden);
+    const Grid grid{.blocks = most_tiles<kRows>(pairs, num_experts),
+                    .threads = kThreads,
+                    .blocks_y = (experts.width + kCols - 1) / kCols};
+    launch_kernel(kName, experts.bf16 ? experts_in_kernel<kRows, __nv_bfloat16> : experts_in_kernel<kRows, float>, grid,
+                  stream, experts, num_experts, first, order, per_token, x, hidden);
   });
 }
 
 void launch_experts_out(const DeviceExperts& experts, int32_t num_experts, const int32_t* first, int64_t pairs,
                         const float* hidden, float* out, Stream stream) {
   with_rows(pairs, num_experts, [&]<int kRows>(std::integral_constant<int, kRows>) {
-    const dim3 grid(most_tiles<kRows>(pairs, num_experts), static_cast<unsigned>((experts.dim + kCols - 1) / kCols));
-    if (experts.bf16)
-      experts_out_kernel<kRows, __nv_bfloat16>
-          <<<grid, kThreads, 0, handle(stream)>>>(experts, num_experts, first, hidden, out);
-    else
-      experts_out_kernel<kRows, float><<<grid, kThreads, 0, handle(stream)>>>(experts, num_experts, first, hidden, out);
+    const Grid grid{.blocks = most_tiles<kRows>(pairs, num_experts),
+                    .threads = kThreads,
+                    .blocks_y = (experts.dim + kCols - 1) / kCols};
+    launch_kernel(kName, experts.bf16 ? experts_out_kernel<kRows, __nv_bfloat16> : experts_out_kernel<kRows, float>,
+                  grid, stream, experts, num_experts, first, hidden, out);
   });
 }
 
