@@ -11,6 +11,7 @@
 
 #include "cli.h"
 #include "engine/golden.h"
+#include "gannet/cuda.h"
 #include "model/tokenizer.h"
 #include "verify/verify.h"
 
@@ -110,6 +111,15 @@ bool verify_machine(const VerifyOptions& o) {
     std::printf("%s\n", verify::to_string(line).c_str());
     std::fflush(stdout);
   };
+  int64_t cpu_cases = 0, cuda_cases = 0;
+  bool cuda_here = false;
+  std::vector<std::string> left_out;
+  options.on_coverage = [&](const verify::Coverage& c) {
+    cpu_cases += c.cpu_cases;
+    cuda_cases += c.cuda_cases;
+    cuda_here = cuda_here || c.cuda_here;
+    left_out.insert(left_out.end(), c.left_out.begin(), c.left_out.end());
+  };
   verify::verify_operations(options);
   if (lines == 0) {
     if (!o.machine.impl.empty())
@@ -118,6 +128,13 @@ bool verify_machine(const VerifyOptions& o) {
   }
   std::printf("%lld lines, %lld failed, %lld of formats that an implementation does not take\n",
               static_cast<long long>(lines), static_cast<long long>(failed), static_cast<long long>(refused));
+  for (const std::string& text : left_out) std::printf("left out on CUDA: %s\n", text.c_str());
+  std::string why;
+  if (cuda_here)
+    std::printf("cases: %lld on the CPU, %lld on CUDA\n", static_cast<long long>(cpu_cases),
+                static_cast<long long>(cuda_cases));
+  else if (cuda_device_count(&why) == 0)
+    std::printf("cases: %lld on the CPU; none on CUDA: %s\n", static_cast<long long>(cpu_cases), why.c_str());
   return failed == 0;
 }
 

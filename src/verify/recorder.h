@@ -39,9 +39,16 @@ class Recorder {
   std::vector<Line> finish();
 
  private:
+  /// Cases of a name, by implementation.
+  struct Runs {
+    Case c;
+    std::map<std::string, int64_t> of;
+  };
   Line& line_of(const Case& c, const std::string& impl);
+  void report_coverage() const;
   const Options& options_;
   std::vector<Line> lines_;
+  std::map<std::string, Runs> runs_;
 };
 
 /// Compares what `got` holds with what the oracle has: fills `worst`.

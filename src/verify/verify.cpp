@@ -2,7 +2,9 @@
 
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <cmath>
+#include <tuple>
 
 #include "verify/recorder.h"
 
@@ -31,6 +33,9 @@ Line& Recorder::line_of(const Case& c, const std::string& impl) {
 }
 
 void Recorder::add(const Case& c, const std::string& impl, const Worst& worst) {
+  Runs& runs = runs_[fmt::format("{}, {}, {}, {}", c.op, c.format, c.case_class, c.detail)];
+  runs.c = c;
+  ++runs.of[impl];
   Line& l = line_of(c, impl);
   const double ratio = worst.tolerance > 0.0 ? worst.error / worst.tolerance : worst.error;
   const double so_far = l.tolerance > 0.0 ? l.error / l.tolerance : l.error;
@@ -49,10 +54,48 @@ void Recorder::refuse(const Case& c, const std::string& impl, const std::string&
   l.note = reason;
 }
 
+void Recorder::report_coverage() const {
+  std::map<std::string, DeviceKind> device_of;
+  std::map<std::string, Coverage> by_op;
+  for (const ImplInfo& i : list_all_implementations()) {
+    device_of[i.name] = i.device;
+    if (!wants(i.op)) continue;
+    Coverage& c = by_op[i.op];
+    c.op = i.op;
+    c.cuda_here = c.cuda_here || (i.device == DeviceKind::kCuda && i.runs_here);
+  }
+  std::map<std::tuple<std::string, std::string, std::string>, int64_t> missing;  // by operation, format and class
+  for (const auto& [name, runs] : runs_) {
+    int64_t cpu = 0, cuda = 0;
+    for (const auto& [impl, n] : runs.of) {
+      int64_t& most = device_of[impl] == DeviceKind::kCuda ? cuda : cpu;
+      most = std::max(most, n);
+    }
+    Coverage& c = by_op[runs.c.op];
+    c.cpu_cases += cpu;
+    c.cuda_cases += cuda;
+    if (cuda < cpu) missing[{runs.c.op, runs.c.format, runs.c.case_class}] += cpu - cuda;
+  }
+  for (const auto& [key, n] : missing) {
+    const auto& [op, format, case_class] = key;
+    Coverage& c = by_op[op];
+    if (!c.cuda_here) continue;
+    std::string reasons;
+    for (const Line& l : lines_)
+      if (l.refused && l.op == op && l.format == format && device_of[l.impl] == DeviceKind::kCuda)
+        reasons += fmt::format("{}{}: {}", reasons.empty() ? "" : "; ", l.impl, l.note);
+    c.left_out.push_back(fmt::format("{}, {}, {}: {} cases: {}", op, format, case_class, n,
+                                     reasons.empty() ? "only implementations of the CPU have such a case" : reasons));
+  }
+  for (const auto& [op, c] : by_op)
+    if (c.cpu_cases + c.cuda_cases > 0) options_.on_coverage(c);
+}
+
 std::vector<Line> Recorder::finish() {
   if (options_.on_line) {
     for (const Line& l : lines_) options_.on_line(l);
   }
+  if (options_.on_coverage) report_coverage();
   return std::move(lines_);
 }
 

@@ -25,10 +25,20 @@ struct Line {
   bool refused = false;   ///< the implementation does not take these formats: nothing ran
 };
 
+/// How many cases of an operation ran: each counts once for a kind of device, however many implementations took it.
+struct Coverage {
+  std::string op;
+  int64_t cpu_cases = 0;
+  int64_t cuda_cases = 0;
+  bool cuda_here = false;                  ///< an implementation of CUDA runs here
+  std::vector<std::string> left_out = {};  ///< cases that ran on the CPU alone, by format and class, with the reasons
+};
+
 struct Options {
-  std::string op = {};                            ///< only this operation
-  std::string impl = {};                          ///< only this implementation
-  std::function<void(const Line&)> on_line = {};  ///< called as soon as a line is complete
+  std::string op = {};                                    ///< only this operation
+  std::string impl = {};                                  ///< only this implementation
+  std::function<void(const Line&)> on_line = {};          ///< called as soon as a line is complete
+  std::function<void(const Coverage&)> on_coverage = {};  ///< called behind the lines of an operation
 };
 
 /// Runs the grid. Lines of one operation are in the order of its case classes.

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <set>
 
+#include "case_counts.h"
 #include "op_cases.h"
 #include "verify/device_mirror.h"
 #include "verify/tolerances.h"
@@ -177,8 +178,42 @@ struct IndexProblem {
   }
 };
 
+/// Whether the implementation of that name runs here and takes these arguments, wherever it works; `why`, where given,
+/// receives its reason.
+template <class Params>
+bool takes(const std::string& impl, const Params& params, std::string* why = nullptr) {
+  for (const gannet::ImplInfo& info : gannet::list_implementations<Params>()) {
+    if (info.name != impl) continue;
+    try {
+      const gannet::OpPlan<Params> plan(gannet::Context{}, gannet::verify::placed_on(info.device, params),
+                                        {.impl = impl});
+      return true;
+    } catch (const gannet::Error& e) {
+      if (e.code() != gannet::ErrorCode::kUnsupported) throw;
+      if (why != nullptr) *why = e.what();
+      return false;
+    }
+  }
+  if (why != nullptr) *why = impl + " does not offer this operation";
+  return false;
+}
+
+/// The implementation itself where it takes these arguments, else another of its device that does: the faster sets of a
+/// GPU leave what only moves bytes to others.
+template <class Params>
+std::string or_neighbour(const std::string& impl, const Params& params) {
+  if (takes(impl, params)) return impl;
+  gannet::DeviceKind device = gannet::DeviceKind::kCpu;
+  for (const gannet::ImplInfo& info : gannet::list_all_implementations())
+    if (info.name == impl) device = info.device;
+  for (const gannet::ImplInfo& info : gannet::list_implementations<Params>())
+    if (info.name != "ref" && info.device == device && info.runs_here && takes(info.name, params)) return info.name;
+  return impl;
+}
+
 /// Names of the implementations, the oracle left out, that run here and take these arguments: printed once a test and
-/// format. Lists over rows with a scale each are refused by all, by design; everything else somebody must take.
+/// format. On each device that is here somebody must take them, but for lists over rows with a scale each, which the
+/// sets of the CPU refuse by design, and e4m3 queries, which may be refused by name where a set has no kernel for them.
 /// across_batches: only those whose bits do not depend on the rest of the batch (all of the CPU).
 template <class Params>
 std::vector<std::string> takers(const Params& params, const std::string& format = {}, bool across_batches = false) {
@@ -188,35 +223,37 @@ std::vector<std::string> takers(const Params& params, const std::string& format 
     if (printed.insert(test + line).second) std::puts(line.c_str());
   };
   std::vector<std::string> names;
+  bool on_cpu = false, on_cuda = false, cuda_here = false;
+  std::string reasons;
   for (const gannet::ImplInfo& info : gannet::list_implementations<Params>()) {
     if (info.name == "ref") continue;
+    const bool cuda = info.device == gannet::DeviceKind::kCuda;
     const std::string line = info.op + " " + info.name + " " + format;
-    if (!info.runs_here) {
-      print(line + " does not run here");
-      continue;
-    }
-    if (across_batches && !info.batch_invariant) {
-      print(line + " left out: its bits depend on the batch");
-      continue;
-    }
-    try {
-      const gannet::OpPlan<Params> plan(gannet::Context{}, gannet::verify::placed_on(info.device, params),
-                                        {.impl = info.name});
+    std::string why;
+    if (!info.runs_here) why = "does not run here";
+    else if (across_batches && !info.batch_invariant) why = "left out: its bits depend on the batch";
+    else if (!takes(info.name, params, &why)) why = "refuses: " + why;
+    cuda_here = cuda_here || (cuda && info.runs_here);
+    print(line + (why.empty() ? "" : " " + why));
+    if (why.empty()) {
       names.push_back(info.name);
-      print(line);
-    } catch (const gannet::Error& e) {
-      if (e.code() != gannet::ErrorCode::kUnsupported) throw;
-      print(line + " refuses: " + e.what());
+      (cuda ? on_cuda : on_cpu) = true;
+    } else if (cuda) {
+      reasons += (reasons.empty() ? "" : "; ") + info.name + " " + why;
     }
   }
+  CaseCounts::get().note(test + " " + Params::kName + " " + format, on_cpu, on_cuda, reasons);
   bool by_design = false;
   if constexpr (std::is_same_v<Params, gannet::SparseAttention>)
     by_design = params.cache.format == gannet::LatentFormat::kE4m3PerToken;
-  bool optional = false;  // e4m3 queries may be refused, by name, where a set has no kernel for them
+  bool optional = false;
   if constexpr (std::is_same_v<Params, gannet::SparseAttention> || std::is_same_v<Params, gannet::MlaDecode>)
     optional = params.q.dtype == gannet::DType::kE4m3;
   if (!optional) {
-    EXPECT_EQ(names.empty(), by_design) << Params::kName << " " << format;
+    EXPECT_EQ(on_cpu, !by_design) << Params::kName << " " << format;
+    if (cuda_here && !by_design) {
+      EXPECT_TRUE(on_cuda) << Params::kName << " " << format << ": " << reasons;
+    }
   }
   return names;
 }

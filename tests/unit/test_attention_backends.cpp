@@ -4,6 +4,7 @@
 #include <iostream>
 
 #include "gannet/kv_transfer.h"
+#include "case_counts.h"
 #include "unit/attention_world.h"
 #include "unit/counting_new.h"
 

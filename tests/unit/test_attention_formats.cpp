@@ -4,6 +4,7 @@
 
 #include <iostream>
 
+#include "case_counts.h"
 #include "unit/attention_world.h"
 
 namespace gannet_test {

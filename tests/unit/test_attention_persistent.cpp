@@ -3,6 +3,7 @@
 
 #include <iostream>
 
+#include "case_counts.h"
 #include "unit/attention_world.h"
 #include "unit/counting_new.h"
 

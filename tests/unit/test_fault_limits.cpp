@@ -1,8 +1,10 @@
 // Known faults of kinds D (limits of launches), N (splits, scratch) and P (races).
 #include <chrono>
+#include <optional>
 #include <thread>
 
 #include "fault_problems.h"
+#include "gannet/cuda.h"
 
 namespace {
 
@@ -171,6 +173,7 @@ TEST(Faults, BL38_SplitsOfEveryBatch) {
 /// A call with a plan of its own and the result that it has in fresh scratch.
 struct Call {
   std::string what;
+  bool on_device = false;
   size_t scratch = 0;
   std::function<void(std::span<std::byte>)> run;
   std::function<std::vector<std::byte>()> result;
@@ -180,22 +183,32 @@ struct Call {
 template <class Params>
 void add_calls(std::vector<Call>& calls, const Params& p, const TensorView& out, const std::string& format) {
   for (const std::string& impl : takers(p, format)) {
-    bool on_cpu = false;
-    for (const ImplInfo& info : list_implementations<Params>())
-      on_cpu |= info.name == impl && info.device == DeviceKind::kCpu;
-    if (!on_cpu) continue;  // plans of a device are run by verify::run, each in scratch full of NaN
-    static const Context context{};
-    const auto plan = std::make_shared<OpPlan<Params>>(context, p, PlanOptions{.impl = impl});
     Call c;
+    for (const ImplInfo& info : list_implementations<Params>())
+      c.on_device |= info.name == impl && info.device == DeviceKind::kCuda;
+    static const Context context{};
     c.what = std::string(Params::kName) + " " + impl + " " + format;
-    c.scratch = plan->workspace_bytes();
-    c.run = [plan, p](std::span<std::byte> scratch) { plan->run(p, scratch); };
     c.result = [out] {
       const auto* b = static_cast<const std::byte*>(out.data);
       return std::vector<std::byte>(b, b + static_cast<size_t>(out.num_elements()) * size_of(out.dtype));
     };
-    verify::Buffer zeros(c.scratch, verify::Poison::kZero);
-    c.run({zeros.data(), zeros.size()});
+    if (c.on_device) {
+      const auto mirror = std::make_shared<verify::DeviceMirror>();
+      const Params there = mirror->to_device(p);
+      const auto plan = std::make_shared<OpPlan<Params>>(context, there, PlanOptions{.impl = impl});
+      c.scratch = plan->workspace_bytes();
+      c.run = [plan, there, mirror](std::span<std::byte> scratch) {
+        plan->run(there, scratch);
+        mirror->copy_back();
+      };
+      c.run(mirror->scratch(c.scratch));
+    } else {
+      const auto plan = std::make_shared<OpPlan<Params>>(context, p, PlanOptions{.impl = impl});
+      c.scratch = plan->workspace_bytes();
+      c.run = [plan, p](std::span<std::byte> scratch) { plan->run(p, scratch); };
+      verify::Buffer zeros(c.scratch, verify::Poison::kZero);
+      c.run({zeros.data(), zeros.size()});
+    }
     c.expected = c.result();
     calls.push_back(c);
   }
@@ -244,14 +257,27 @@ TEST(Faults, BL39_WhatScratchHolds) {
   topk.positions = positions.view;
   topk.counts = counts.view;
   add_calls(calls, topk, positions.view, "");
-  size_t largest = 0;
-  for (const Call& c : calls) largest = std::max(largest, c.scratch);
+  size_t largest = 0, largest_there = 0;
+  for (const Call& c : calls) {
+    size_t& most = c.on_device ? largest_there : largest;
+    most = std::max(most, c.scratch);
+  }
   verify::Buffer scratch(largest);
+  std::optional<verify::DeviceMirror> device;
+  std::span<std::byte> there;
+  const std::vector<std::byte> ones(largest_there, std::byte{0xFF});
+  if (std::any_of(calls.begin(), calls.end(), [](const Call& c) { return c.on_device; }))
+    there = device.emplace().scratch(largest_there);
   Rng rng(7);
   for (int round = 0; round < (kSanitized ? 100 : 400); ++round) {
     const Call& c = calls[static_cast<size_t>(rng.below(static_cast<int64_t>(calls.size())))];
-    if (round % 2 == 0) std::memset(scratch.data(), 0xFF, c.scratch);
-    c.run({scratch.data(), c.scratch});
+    if (c.on_device) {
+      if (round % 2 == 0 && c.scratch > 0) cuda_copy(there.data(), ones.data(), c.scratch, {DeviceKind::kCuda, 0});
+      c.run(there.first(c.scratch));
+    } else {
+      if (round % 2 == 0) std::memset(scratch.data(), 0xFF, c.scratch);
+      c.run({scratch.data(), c.scratch});
+    }
     ASSERT_EQ(c.result(), c.expected) << c.what << ", round " << round;
     ASSERT_TRUE(scratch.guards_intact()) << c.what;
   }
