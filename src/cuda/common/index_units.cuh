@@ -58,17 +58,17 @@ inline Problem make_problem(const TensorView& q, const TensorView& weights, cons
   return p;
 }
 
-/// Chooses units for a call of `num_rows` rows where shared memory has room for the queries of `slots` rows.
-inline void choose_units(Problem& p, int64_t num_rows, int slots) {
+/// Chooses units for a call of `num_rows` rows (of all its blocks: ragged units have the size of its average request)
+/// where shared memory has room for the queries of `slots` rows. `fixed_tiles` is what a unit that has a phase for
+/// itself costs beside its tiles, in tiles: lengths, queries and a fresh pipeline.
+inline void choose_units(Problem& p, int64_t num_rows, int slots, int fixed_tiles) {
   const auto divide_up = [](int64_t n, int64_t unit) { return (n + unit - 1) / unit; };
   // Rows of a unit: those of a request, in equal parts where they are more than fit; ragged, of the average request.
   const bool ragged = p.rows.cu_q_lens != nullptr;
   const int64_t rows_of_request = ragged ? divide_up(num_rows, p.rows.num_requests) : p.rows.q_len;
   p.rows_per_unit = static_cast<int>(divide_up(rows_of_request, divide_up(rows_of_request, slots)));
   p.units_per_phase = std::clamp(slots / p.rows_per_unit, 1, kMaxUnits);
-  constexpr int kFixedTiles =
-      4;  // of a unit that has a phase for itself: some 5 us where a tile of eight rows takes 1.3
-  p.fixed_tiles = p.units_per_phase == 1 ? kFixedTiles : 0;
+  p.fixed_tiles = p.units_per_phase == 1 ? fixed_tiles : 0;
   p.units_per_request = static_cast<int>(divide_up(rows_of_request, p.rows_per_unit));
   const int64_t last_row = p.block.first_row + p.block.num_rows - 1;
   if (ragged) {  // of a row: at least row / rows_per_unit - 1, at most that and the number of requests

@@ -604,12 +604,13 @@ struct Shape {
 
 /// How many blocks share a row, and the words of their lists; `columns` is the most that a row can have.
 Shape shape_of(const Machine& m, int64_t rows, int64_t columns, int64_t k) {
-  constexpr int64_t kBlocksOnSm = 2;
   constexpr int64_t kListWords = 20480;  // 80 KB, 97 with the histograms: two blocks on a multiprocessor
   constexpr int64_t kMinSlice = 4096;    // below that the barriers of a cluster cost more than its histograms save
   int64_t ranks = 1;
   if (m.clusters && columns > kSoloKeys && columns > k) {
-    while (ranks < kMaxRanks && rows * ranks * 2 <= kBlocksOnSm * m.num_sms && columns / (ranks * 2) >= kMinSlice)
+    // Clusters of four and eight that share multiprocessors cost more than they save; pairs may.
+    while (ranks < kMaxRanks && rows * ranks * 2 <= (ranks == 1 ? 2 : 1) * m.num_sms &&
+           columns / (ranks * 2) >= kMinSlice)
       ranks *= 2;
   }
   constexpr int64_t kReserved = 1024;  // of each block by the system

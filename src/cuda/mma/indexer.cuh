@@ -199,14 +199,13 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
 
   for (;;) {
     schedule.next_phase(p, begin, end);
-    // A warp's item is a tile with all rows of the unit; with some of them in a phase of so few tiles that the last
-    // round of the warps would weigh.
-    const int num_tiles = schedule.num_tiles(p);
-    const int rows_per_item = num_tiles >= 8 * kWarps   ? p.rows_per_unit
-                              : num_tiles >= 2 * kWarps ? (p.rows_per_unit + 1) / 2
-                                                        : 1;
-    const int items_per_tile = (p.rows_per_unit + rows_per_item - 1) / rows_per_item;
-    const int num_items = num_tiles * items_per_tile;
+    // A warp's item is a tile with all rows of the unit, as far as there is one for each warp; then a row of a tile, so
+    // that the last round of the warps is short.
+    const int num_tiles = schedule.num_tiles(p), num_whole = num_tiles / kWarps * kWarps;
+    const int num_items = num_whole + (num_tiles - num_whole) * p.rows_per_unit;
+    auto tile_of = [&](int item) {
+      return item < num_whole ? item : num_whole + (item - num_whole) / p.rows_per_unit;
+    };
     const bool last_phase = schedule.last_phase(p, end);
     const Part* const parts = schedule.parts;
 
@@ -216,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
     int page = -1, offset = 0, count = 0;  // of the item to be started, where a tile lies in one page
     auto look_up = [&](int item) {         // one item ahead of start_tile(), so that nobody waits for a page id
       if (!tile_in_page || item >= num_items) return;
-      const int i = item / items_per_tile;
+      const int i = tile_of(item);
       const Part& part = parts[schedule.part_of(i)];
       const int first_key = (part.first_tile + i - part.begin) * kTileKeys;
       const PagePlace place = place_in_page(p, first_key);
@@ -240,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
           next_scale[h] = known && my_key + 8 * h < count ? scales[my_key + 8 * h] : 0.0f;
         }
       } else {
-        const int i = item / items_per_tile;
+        const int i = tile_of(item);
         const Part& part = parts[schedule.part_of(i)];
         const int first_key = (part.first_tile + i - part.begin) * kTileKeys;
         const unsigned char* value[2];
@@ -308,7 +307,7 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
     // ---- tiles ----
 #pragma unroll 1
     for (int item = warp; item < num_items; item += kWarps) {
-      const int i = item / items_per_tile;
+      const int i = tile_of(item);
       const int e = schedule.part_of(i);
       const int first_key = (parts[e].first_tile + i - parts[e].begin) * kTileKeys;
       copy_async_wait<0>();
@@ -354,8 +353,9 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
       }
 
       const int64_t first_row = parts[e].first_row;
-      const int first_slot = e * p.rows_per_unit, first = item % items_per_tile * rows_per_item;
-      const int last = min(first + rows_per_item, parts[e].num_rows);
+      const int first_slot = e * p.rows_per_unit;
+      const int first = item < num_whole ? 0 : (item - num_whole) % p.rows_per_unit;
+      const int last = min(item < num_whole ? p.rows_per_unit : first + 1, parts[e].num_rows);
 #pragma unroll 1
       for (int r = first; r < last; ++r) {
         const int bound = schedule.bounds[first_slot + r] - first_key;

@@ -2,6 +2,7 @@
 #include "cuda/mma/set.h"
 #include "core/format.h"
 #include "cuda/common/check.h"
+#include "cuda/common/index_select.h"
 #include "cuda/common/refuse.h"
 
 namespace gannet {
@@ -43,6 +44,7 @@ std::string refuses_indexer(const Params& p, int64_t num_columns) {
 }
 
 std::string refuses_index_logits(const IndexLogits& p) { return refuses_indexer(p, p.logits.shape[1]); }
+std::string refuses_index_select(const IndexSelect& p) { return refuses_indexer(p, p.max_seq_len); }
 
 std::string refuses_ragged(const RaggedPrefill& p) {
   if (p.q.dtype != DType::kBf16) return fmt::format("q is {}; accepted: bf16", to_string(p.q.dtype));
@@ -71,6 +73,7 @@ const ImplementationSet& mma_set() noexcept {
       .ragged_prefill = {refuses_ragged, nullptr, mma::run_ragged_prefill},
       .mla_decode = {refuses_dense, mma::workspace_mla_decode, mma::run_mla_decode, true},
       .index_logits = {refuses_index_logits, nullptr, mma::run_index_logits},
+      .index_select = {refuses_index_select, workspace_index_select, run_index_select_over<mma::launch_index_logits>},
       .sparse_attention = {refuses_absorbed<SparseAttention>, mma::workspace_sparse_attention,
                            mma::run_sparse_attention, true},
   };

@@ -2,6 +2,7 @@
 #include "cuda/sm90/set.h"
 #include "core/format.h"
 #include "cuda/common/check.h"
+#include "cuda/common/index_select.h"
 #include "cuda/common/refuse.h"
 
 namespace gannet {
@@ -40,6 +41,7 @@ std::string refuses_indexer(const Params& p, int64_t num_columns) {
 }
 
 std::string refuses_index_logits(const IndexLogits& p) { return refuses_indexer(p, p.logits.shape[1]); }
+std::string refuses_index_select(const IndexSelect& p) { return refuses_indexer(p, p.max_seq_len); }
 
 std::string refuses_ragged(const RaggedPrefill& p) {
   if (p.q.dtype != DType::kBf16) return fmt::format("q is {}; accepted: bf16", to_string(p.q.dtype));
@@ -67,6 +69,7 @@ const ImplementationSet& sm90_set() noexcept {
       .ragged_prefill = {refuses_ragged, sm90::workspace_ragged_prefill, sm90::run_ragged_prefill},
       .mla_decode = {refuses_dense, sm90::workspace_mla_decode, sm90::run_mla_decode, true},
       .index_logits = {refuses_index_logits, nullptr, sm90::run_index_logits},
+      .index_select = {refuses_index_select, workspace_index_select, run_index_select_over<sm90::launch_index_logits>},
       .sparse_attention = {refuses_absorbed<SparseAttention>, sm90::workspace_sparse_attention,
                            sm90::run_sparse_attention, true},
   };
