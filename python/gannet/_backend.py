@@ -28,13 +28,50 @@ class Backend:
     Raises gannet.Error's subclasses with the text of the C++ library (include/gannet/attention.h).
     """
 
-    def __init__(self, arch="mla", *, num_heads, softmax_scale, max_context_len, name="", latent_dim=512, rope_dim=64,
-                 qk_nope_head_dim=0, v_head_dim=0, q_lora_rank=0, index_num_heads=0, index_head_dim=128, index_topk=0,
-                 page_size=64, prefix_chunk_capacity=32768, impl="", batch_invariant=False, device="cpu", context=None):
-        self._backend = _core.Backend(context or default_context(), name, arch, num_heads, latent_dim, rope_dim,
-                                      qk_nope_head_dim, v_head_dim, q_lora_rank, softmax_scale, index_num_heads,
-                                      index_head_dim, index_topk, page_size, max_context_len, prefix_chunk_capacity, impl,
-                                      batch_invariant, device)
+    def __init__(
+        self,
+        arch="mla",
+        *,
+        num_heads,
+        softmax_scale,
+        max_context_len,
+        name="",
+        latent_dim=512,
+        rope_dim=64,
+        qk_nope_head_dim=0,
+        v_head_dim=0,
+        q_lora_rank=0,
+        index_num_heads=0,
+        index_head_dim=128,
+        index_topk=0,
+        page_size=64,
+        prefix_chunk_capacity=32768,
+        impl="",
+        batch_invariant=False,
+        device="cpu",
+        context=None,
+    ):
+        self._backend = _core.Backend(
+            context or default_context(),
+            name,
+            arch,
+            num_heads,
+            latent_dim,
+            rope_dim,
+            qk_nope_head_dim,
+            v_head_dim,
+            q_lora_rank,
+            softmax_scale,
+            index_num_heads,
+            index_head_dim,
+            index_topk,
+            page_size,
+            max_context_len,
+            prefix_chunk_capacity,
+            impl,
+            batch_invariant,
+            device,
+        )
         self._latent_dim = latent_dim
         self._rope_dim = rope_dim
         self._topk = index_topk

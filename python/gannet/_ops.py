@@ -44,7 +44,9 @@ class Plan:
     """
 
     def __init__(self, function, args, impl, batch_invariant, context):
-        self._plan = getattr(_core, function.__name__ + "_plan")(context or default_context(), impl, batch_invariant, args)
+        self._plan = getattr(_core, function.__name__ + "_plan")(
+            context or default_context(), impl, batch_invariant, args
+        )
         self._function = function
 
     @property
@@ -81,13 +83,17 @@ def _call(name, args, impl, batch_invariant, stream, workspace, context, run):
     if run is not None:
         run(stream, workspace, args)
         return
-    getattr(_core, name)(context or _default_context or default_context(), impl, batch_invariant, stream, workspace, args)
+    getattr(_core, name)(
+        context or _default_context or default_context(), impl, batch_invariant, stream, workspace, args
+    )
 
 
 def _shape(tensor, rank, function, name):
     shape = getattr(tensor, "shape", None)
     if shape is None:
-        raise TypeError(f"[{function}] {name} is a {type(tensor).__name__}; accepted: a tensor of PyTorch, NumPy, CuPy or another that speaks DLPack")
+        raise TypeError(
+            f"[{function}] {name} is a {type(tensor).__name__}; accepted: a tensor of PyTorch, NumPy, CuPy or another that speaks DLPack"
+        )
     if len(shape) != rank:
         from ._errors import InvalidArgumentError
 
@@ -101,7 +107,9 @@ def _latent(cache, function):
     return cache
 
 
-def latent_write(latent, rope, slots, cache, *, impl="", batch_invariant=False, stream=None, workspace=None, context=None, _run=None):
+def latent_write(
+    latent, rope, slots, cache, *, impl="", batch_invariant=False, stream=None, workspace=None, context=None, _run=None
+):
     """Scatters latent rows: cache[slots[t]] = [latent[t] | rope[t]], converted to the cache's format (e4m3 saturates).
 
     latent: fp32 or bf16 [rows, R], the normalised kv_a. rope: same dtype [rows, P], the rotated k_pe. slots: int32 or int64
@@ -110,7 +118,20 @@ def latent_write(latent, rope, slots, cache, *, impl="", batch_invariant=False, 
     _call("latent_write", (latent, rope, slots, cache), impl, batch_invariant, stream, workspace, context, _run)
 
 
-def latent_gather(slots, cache, *, latent=None, rope=None, dtype="bfloat16", impl="", batch_invariant=False, stream=None, workspace=None, context=None, _run=None):
+def latent_gather(
+    slots,
+    cache,
+    *,
+    latent=None,
+    rope=None,
+    dtype="bfloat16",
+    impl="",
+    batch_invariant=False,
+    stream=None,
+    workspace=None,
+    context=None,
+    _run=None,
+):
     """Gathers and dequantises latent rows; a negative slot gives zeros. Returns (latent [rows, R], rope [rows, P]).
 
     slots: int32 or int64 [rows]. latent, rope: outputs, fp32 or bf16; made with `dtype` where not given.
@@ -124,7 +145,19 @@ def latent_gather(slots, cache, *, latent=None, rope=None, dtype="bfloat16", imp
     return latent, rope
 
 
-def index_k_write(k, slots, cache, *, hadamard=False, impl="", batch_invariant=False, stream=None, workspace=None, context=None, _run=None):
+def index_k_write(
+    k,
+    slots,
+    cache,
+    *,
+    hadamard=False,
+    impl="",
+    batch_invariant=False,
+    stream=None,
+    workspace=None,
+    context=None,
+    _run=None,
+):
     """Quantises index keys to the cache's format and scatters them.
 
     k: fp32 or bf16 [rows, head_dim], rotated by RoPE. slots: int32 or int64 [rows]; a negative one skips the row.
@@ -133,7 +166,20 @@ def index_k_write(k, slots, cache, *, hadamard=False, impl="", batch_invariant=F
     _call("index_k_write", (k, slots, cache, hadamard), impl, batch_invariant, stream, workspace, context, _run)
 
 
-def index_k_gather(slots, cache, *, k=None, dtype="bfloat16", hadamard=False, impl="", batch_invariant=False, stream=None, workspace=None, context=None, _run=None):
+def index_k_gather(
+    slots,
+    cache,
+    *,
+    k=None,
+    dtype="bfloat16",
+    hadamard=False,
+    impl="",
+    batch_invariant=False,
+    stream=None,
+    workspace=None,
+    context=None,
+    _run=None,
+):
     """Gathers and dequantises index keys; a negative slot gives zeros. Returns k, fp32 or bf16 [rows, head_dim]."""
     if k is None:
         k = _empty(slots, (slots.shape[0], cache.head_dim), dtype)
@@ -141,7 +187,20 @@ def index_k_gather(slots, cache, *, k=None, dtype="bfloat16", hadamard=False, im
     return k
 
 
-def rope(x, positions, cos_sin, *, offset=0, pairing="interleaved", impl="", batch_invariant=False, stream=None, workspace=None, context=None, _run=None):
+def rope(
+    x,
+    positions,
+    cos_sin,
+    *,
+    offset=0,
+    pairing="interleaved",
+    impl="",
+    batch_invariant=False,
+    stream=None,
+    workspace=None,
+    context=None,
+    _run=None,
+):
     """Rotates x[..., offset : offset + P] in place: (a, b) -> (a c - b s, b c + a s). Returns x.
 
     x: fp32 or bf16 [rows, heads, width]. positions: int32 [rows]. cos_sin: fp32 [max_positions, P], P/2 cosines, then P/2
@@ -152,7 +211,26 @@ def rope(x, positions, cos_sin, *, offset=0, pairing="interleaved", impl="", bat
     return x
 
 
-def ragged_prefill(q, k, v, cu_q_lens, cu_kv_lens, *, softmax_scale, causal=True, k_rope=None, out=None, lse=None, return_lse=False, impl="", batch_invariant=False, stream=None, workspace=None, context=None, _run=None):
+def ragged_prefill(
+    q,
+    k,
+    v,
+    cu_q_lens,
+    cu_kv_lens,
+    *,
+    softmax_scale,
+    causal=True,
+    k_rope=None,
+    out=None,
+    lse=None,
+    return_lse=False,
+    impl="",
+    batch_invariant=False,
+    stream=None,
+    workspace=None,
+    context=None,
+    _run=None,
+):
     """Attention in the expanded form over ragged batches. Query a of a request of nq sees key b of nk iff not causal or
     b <= a + (nk - nq).
 
@@ -165,21 +243,76 @@ def ragged_prefill(q, k, v, cu_q_lens, cu_kv_lens, *, softmax_scale, causal=True
         out = _empty(q, (rows, heads, v.shape[-1]), _wide(q))
     if lse is None and return_lse:
         lse = _empty(q, (rows, heads), "float32")
-    _call("ragged_prefill", (q, k, k_rope, v, cu_q_lens, cu_kv_lens, out, lse, softmax_scale, causal), impl, batch_invariant, stream, workspace, context, _run)
+    _call(
+        "ragged_prefill",
+        (q, k, k_rope, v, cu_q_lens, cu_kv_lens, out, lse, softmax_scale, causal),
+        impl,
+        batch_invariant,
+        stream,
+        workspace,
+        context,
+        _run,
+    )
     return (out, lse) if return_lse else out
 
 
-def merge_state(out_a, lse_a, out_b, lse_b, *, count_a=None, count_b=None, base="e", impl="", batch_invariant=False, stream=None, workspace=None, context=None, _run=None):
+def merge_state(
+    out_a,
+    lse_a,
+    out_b,
+    lse_b,
+    *,
+    count_a=None,
+    count_b=None,
+    base="e",
+    impl="",
+    batch_invariant=False,
+    stream=None,
+    workspace=None,
+    context=None,
+    _run=None,
+):
     """Merges two partial attention results in place into side a. Returns (out_a, lse_a).
 
     out_a, out_b: fp32 or bf16 [rows, H, D]. lse_a, lse_b: fp32 [rows, H], logarithms to `base` "e" or "2". An empty side (lse
     of -inf, or a count of 0 where count_a, count_b, int32 [rows], are given) is never read.
     """
-    _call("merge_state", (out_a, lse_a, out_b, lse_b, count_a, count_b, base), impl, batch_invariant, stream, workspace, context, _run)
+    _call(
+        "merge_state",
+        (out_a, lse_a, out_b, lse_b, count_a, count_b, base),
+        impl,
+        batch_invariant,
+        stream,
+        workspace,
+        context,
+        _run,
+    )
     return out_a, lse_a
 
 
-def mla_decode(q, cache, pages, seq_lens, *, softmax_scale, q_len=1, cu_q_lens=None, bound="causal_full", q_scale=1.0, attn_sink=None, out=None, lse=None, max_logits=None, return_lse=False, impl="", batch_invariant=False, stream=None, workspace=None, context=None, _run=None):
+def mla_decode(
+    q,
+    cache,
+    pages,
+    seq_lens,
+    *,
+    softmax_scale,
+    q_len=1,
+    cu_q_lens=None,
+    bound="causal_full",
+    q_scale=1.0,
+    attn_sink=None,
+    out=None,
+    lse=None,
+    max_logits=None,
+    return_lse=False,
+    impl="",
+    batch_invariant=False,
+    stream=None,
+    workspace=None,
+    context=None,
+    _run=None,
+):
     """Absorbed ("MQA") attention over the paged latent cache: decode, speculative verify, any ragged rows.
 
     q: fp32, bf16, or e4m3 (then times q_scale) [rows, H, R + P], the absorbed query [Wk^T q_nope | rotated q_pe].
@@ -198,11 +331,39 @@ def mla_decode(q, cache, pages, seq_lens, *, softmax_scale, q_len=1, cu_q_lens=N
         out = _empty(q, (rows, heads, _latent(cache, "mla_decode").latent_dim), _wide(q))
     if lse is None and return_lse:
         lse = _empty(q, (rows, heads), "float32")
-    _call("mla_decode", (q, cache, pages, seq_lens, q_len, cu_q_lens, bound, attn_sink, out, lse, max_logits, softmax_scale, q_scale), impl, batch_invariant, stream, workspace, context, _run)
+    _call(
+        "mla_decode",
+        (q, cache, pages, seq_lens, q_len, cu_q_lens, bound, attn_sink, out, lse, max_logits, softmax_scale, q_scale),
+        impl,
+        batch_invariant,
+        stream,
+        workspace,
+        context,
+        _run,
+    )
     return (out, lse) if return_lse else out
 
 
-def index_logits(q, weights, cache, pages, seq_lens, *, q_len=1, cu_q_lens=None, bound="causal_full", logits=None, max_keys=None, hadamard=False, impl="", batch_invariant=False, stream=None, workspace=None, context=None, _run=None):
+def index_logits(
+    q,
+    weights,
+    cache,
+    pages,
+    seq_lens,
+    *,
+    q_len=1,
+    cu_q_lens=None,
+    bound="causal_full",
+    logits=None,
+    max_keys=None,
+    hadamard=False,
+    impl="",
+    batch_invariant=False,
+    stream=None,
+    workspace=None,
+    context=None,
+    _run=None,
+):
     """Indexer scores: logits[t, s] = sum over heads of weights[t, h] * relu(q[t, h] . k[s]) for the keys s that row t sees.
 
     q: fp32, bf16 or e4m3 [rows, heads, head_dim], rotated. weights: fp32 [rows, heads], with head_dim^-0.5, heads^-0.5 and the
@@ -214,11 +375,33 @@ def index_logits(q, weights, cache, pages, seq_lens, *, q_len=1, cu_q_lens=None,
         if max_keys is None:
             raise TypeError("index_logits needs logits or max_keys")
         logits = _empty(q, (q.shape[0], max_keys), "float32")
-    _call("index_logits", (q, weights, cache, pages, seq_lens, q_len, cu_q_lens, bound, logits, hadamard), impl, batch_invariant, stream, workspace, context, _run)
+    _call(
+        "index_logits",
+        (q, weights, cache, pages, seq_lens, q_len, cu_q_lens, bound, logits, hadamard),
+        impl,
+        batch_invariant,
+        stream,
+        workspace,
+        context,
+        _run,
+    )
     return logits
 
 
-def topk(logits, lens, k=None, *, positions=None, counts=None, impl="", batch_invariant=False, stream=None, workspace=None, context=None, _run=None):
+def topk(
+    logits,
+    lens,
+    k=None,
+    *,
+    positions=None,
+    counts=None,
+    impl="",
+    batch_invariant=False,
+    stream=None,
+    workspace=None,
+    context=None,
+    _run=None,
+):
     """Exact top-k of each row: NaN lowest, the smaller position first among equals. Returns (positions, counts).
 
     logits: fp32 or bf16 [rows, columns]. lens: int32 [rows], the leading columns that count. positions: int32 [rows, k],
@@ -235,7 +418,30 @@ def topk(logits, lens, k=None, *, positions=None, counts=None, impl="", batch_in
     return positions, counts
 
 
-def index_select(q, weights, cache, pages, seq_lens, k=None, *, max_seq_len, q_len=1, cu_q_lens=None, bound="causal_full", topk_slots=None, topk_lens=None, topk_positions=None, return_positions=False, hadamard=False, impl="", batch_invariant=False, stream=None, workspace=None, context=None, _run=None):
+def index_select(
+    q,
+    weights,
+    cache,
+    pages,
+    seq_lens,
+    k=None,
+    *,
+    max_seq_len,
+    q_len=1,
+    cu_q_lens=None,
+    bound="causal_full",
+    topk_slots=None,
+    topk_lens=None,
+    topk_positions=None,
+    return_positions=False,
+    hadamard=False,
+    impl="",
+    batch_invariant=False,
+    stream=None,
+    workspace=None,
+    context=None,
+    _run=None,
+):
     """Index logits, top-k and the translation to slots in one pass with bounded memory.
 
     Arguments as of index_logits; max_seq_len: no row sees more keys (it sizes the workspace). Returns (topk_slots int32
@@ -250,11 +456,53 @@ def index_select(q, weights, cache, pages, seq_lens, k=None, *, max_seq_len, q_l
         topk_lens = _empty(q, (rows,), "int32")
     if topk_positions is None and return_positions:
         topk_positions = _empty(q, tuple(topk_slots.shape), "int32")
-    _call("index_select", (q, weights, cache, pages, seq_lens, q_len, cu_q_lens, bound, max_seq_len, topk_slots, topk_lens, topk_positions, hadamard), impl, batch_invariant, stream, workspace, context, _run)
+    _call(
+        "index_select",
+        (
+            q,
+            weights,
+            cache,
+            pages,
+            seq_lens,
+            q_len,
+            cu_q_lens,
+            bound,
+            max_seq_len,
+            topk_slots,
+            topk_lens,
+            topk_positions,
+            hadamard,
+        ),
+        impl,
+        batch_invariant,
+        stream,
+        workspace,
+        context,
+        _run,
+    )
     return (topk_slots, topk_lens, topk_positions) if return_positions else (topk_slots, topk_lens)
 
 
-def sparse_attention(q, cache, topk_slots, topk_lens=None, *, softmax_scale, q_scale=1.0, attn_sink=None, out=None, lse=None, max_logits=None, return_lse=False, impl="", batch_invariant=False, stream=None, workspace=None, context=None, _run=None):
+def sparse_attention(
+    q,
+    cache,
+    topk_slots,
+    topk_lens=None,
+    *,
+    softmax_scale,
+    q_scale=1.0,
+    attn_sink=None,
+    out=None,
+    lse=None,
+    max_logits=None,
+    return_lse=False,
+    impl="",
+    batch_invariant=False,
+    stream=None,
+    workspace=None,
+    context=None,
+    _run=None,
+):
     """Absorbed attention of each row over its list of slots.
 
     topk_slots: int32 [rows, k]; an entry counts iff 0 <= slot < cache.num_slots and its column is below topk_lens (int32
@@ -266,7 +514,16 @@ def sparse_attention(q, cache, topk_slots, topk_lens=None, *, softmax_scale, q_s
         out = _empty(q, (rows, heads, _latent(cache, "sparse_attention").latent_dim), _wide(q))
     if lse is None and return_lse:
         lse = _empty(q, (rows, heads), "float32")
-    _call("sparse_attention", (q, cache, topk_slots, topk_lens, attn_sink, out, lse, max_logits, softmax_scale, q_scale), impl, batch_invariant, stream, workspace, context, _run)
+    _call(
+        "sparse_attention",
+        (q, cache, topk_slots, topk_lens, attn_sink, out, lse, max_logits, softmax_scale, q_scale),
+        impl,
+        batch_invariant,
+        stream,
+        workspace,
+        context,
+        _run,
+    )
     return (out, lse) if return_lse else out
 
 

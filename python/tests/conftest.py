@@ -14,7 +14,7 @@ def implementations_of(op, device="cpu"):
 
 
 def pytest_generate_tests(metafunc):
-    """impl_of = "mla_decode" in a test's marker `op` gives it each implementation of the operation."""
+    """A test marked op("mla_decode") runs on each implementation of the operation."""
     marker = metafunc.definition.get_closest_marker("op")
     if marker is not None and "impl" in metafunc.fixturenames:
         metafunc.parametrize("impl", implementations_of(marker.args[0]))
@@ -45,8 +45,12 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_terminal_summary(terminalreporter):
-    terminalreporter.write_line("implementations that ran (tests passed): " + "; ".join(
-        f"{op}: " + ", ".join(f"{impl} {n}" for impl, n in sorted(ran.items())) for op, ran in sorted(RAN.items())))
+    terminalreporter.write_line(
+        "implementations that ran (tests passed): "
+        + "; ".join(
+            f"{op}: " + ", ".join(f"{impl} {n}" for impl, n in sorted(ran.items())) for op, ran in sorted(RAN.items())
+        )
+    )
     terminalreporter.write_line(f"CUDA devices: {gannet.cuda_device_count()} ({gannet.why_no_cuda() or 'present'})")
 
 

@@ -33,7 +33,9 @@ def row_keys(cache, table, length, page_size):
 def bound(kind, length, rows, j):
     if length <= 0:
         return 0
-    return max(0, {"causal_full": length - (rows - 1) + j, "causal_from_first": length + j, "uniform_block": length}[kind])
+    return max(
+        0, {"causal_full": length - (rows - 1) + j, "causal_from_first": length + j, "uniform_block": length}[kind]
+    )
 
 
 def ragged(q, k, v, cu_q, cu_k, scale, causal):

@@ -13,8 +13,9 @@ HEADS, TOPK, SCALE = 4, 8, 0.1
 def make(kind, layers=1, pages=8, **options):
     if kind == "dsa":
         options = dict(q_lora_rank=64, index_num_heads=2, index_topk=TOPK) | options
-    backend = gannet.Backend(kind, num_heads=HEADS, softmax_scale=SCALE, max_context_len=256, qk_nope_head_dim=128,
-                             v_head_dim=128, **options)
+    backend = gannet.Backend(
+        kind, num_heads=HEADS, softmax_scale=SCALE, max_context_len=256, qk_nope_head_dim=128, v_head_dim=128, **options
+    )
     latent = gannet.LatentPool(layers, pages, format="fp32")
     index = gannet.IndexKPool(list(range(layers)), pages, format="fp32") if kind == "dsa" else None
     backend.bind([latent.layer(i) for i in range(layers)], [index.layer(i) for i in range(layers)] if index else None)
@@ -75,8 +76,9 @@ def test_a_prefix_in_chunks_is_one_pass(rng):
     backend.dense_prefill(0, q[:130], k[:130], rope[:130], v[:130], kv=(latent[:130], rope[:130]))
     backend.prepare([150], table, prefix_lens=[130], extend_lens=[20])
     assert backend.step["prefix_chunk_tokens"] == [64, 64, 2]
-    out, lse = backend.dense_prefill(0, q[130:], k[130:], rope[130:], v[130:], kv=(latent[130:], rope[130:]), expand=expand,
-                                     return_lse=True)
+    out, lse = backend.dense_prefill(
+        0, q[130:], k[130:], rope[130:], v[130:], kv=(latent[130:], rope[130:]), expand=expand, return_lse=True
+    )
     full_k = np.concatenate([k, np.broadcast_to(rope[:, None], (150, HEADS, 64))], axis=2)
     want, want_lse = ref.ragged(q[130:], full_k, v, [0, 20], [0, 150], SCALE, True)
     assert_close(out, want, F32_TOLERANCE)
@@ -112,7 +114,9 @@ def test_a_draft_goes_on_from_what_was_accepted(rng):
 def test_layers_are_recorded_once(rng):
     backend, _, _ = make("mla", layers=2)
     seen = []
-    backend.set_layer_hooks(record=lambda layer, what: seen.append((layer, what)), wait=lambda layer: seen.append(layer))
+    backend.set_layer_hooks(
+        record=lambda layer, what: seen.append((layer, what)), wait=lambda layer: seen.append(layer)
+    )
     backend.prepare([3], np.array([[1]], np.int32), prefix_lens=[0], extend_lens=[3])
     backend.write(0, rows(rng, 3)[:2])
     backend.prepare([])
@@ -127,12 +131,15 @@ def test_layers_are_recorded_once(rng):
         backend.write(0, rows(rng, 3)[:2])
 
 
-@pytest.mark.parametrize("options, text", [
-    (dict(arch="mha"), 'arch is "mha"; accepted: "mla", "dsa"'),
-    (dict(page_size=48), "page_size is 48"),
-    (dict(arch="dsa"), "dsa"),
-    (dict(device="tpu"), 'device is "tpu"'),
-])
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        (dict(arch="mha"), 'arch is "mha"; accepted: "mla", "dsa"'),
+        (dict(page_size=48), "page_size is 48"),
+        (dict(arch="dsa"), "dsa"),
+        (dict(device="tpu"), 'device is "tpu"'),
+    ],
+)
 def test_configs_that_are_refused(options, text):
     with pytest.raises(gannet.InvalidArgumentError, match=text):
         gannet.Backend(options.pop("arch", "mla"), num_heads=4, softmax_scale=0.1, max_context_len=64, **options)

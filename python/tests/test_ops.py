@@ -37,10 +37,23 @@ def test_mla_decode(rng, impl, dtype, bound):
     q = rng.standard_normal((6, heads, 576)).astype(dtype)
     sink = rng.standard_normal(heads).astype(np.float32)
     most = np.empty((6, heads), np.float32)
-    out, lse = gannet.mla_decode(q, gannet.LatentCache(cache), table, lens, softmax_scale=0.1, q_len=q_len, bound=bound,
-                                 attn_sink=sink, max_logits=most, return_lse=True, impl=impl)
-    want = [ref.attend(q[i], ref.row_keys(cache, table[i // 2], ref.bound(bound, lens[i // 2], 2, i % 2), PAGE), 0.1, sink)
-            for i in range(6)]
+    out, lse = gannet.mla_decode(
+        q,
+        gannet.LatentCache(cache),
+        table,
+        lens,
+        softmax_scale=0.1,
+        q_len=q_len,
+        bound=bound,
+        attn_sink=sink,
+        max_logits=most,
+        return_lse=True,
+        impl=impl,
+    )
+    want = [
+        ref.attend(q[i], ref.row_keys(cache, table[i // 2], ref.bound(bound, lens[i // 2], 2, i % 2), PAGE), 0.1, sink)
+        for i in range(6)
+    ]
     tolerance = F32_TOLERANCE if dtype == np.float32 else BF16_TOLERANCE
     assert out.dtype == q.dtype
     assert_close(out, [w[0] for w in want], tolerance)
@@ -132,14 +145,20 @@ def test_index_logits_and_topk(rng, impl, q_dtype):
     weights = rng.standard_normal((2, 8)).astype(np.float32)
     cache = gannet.IndexCache(packed.reshape(4, 64, 132))
     logits = gannet.index_logits(q, weights, cache, table, lens, logits=np.full((2, 128), 777, np.float32), impl=impl)
-    scores = [ref.index_scores(q[i].astype(np.float64), weights[i], ref.row_keys(stands_for.reshape(4, 64, 128), table[i], lens[i], 64))
-              for i in range(2)]
+    scores = [
+        ref.index_scores(
+            q[i].astype(np.float64), weights[i], ref.row_keys(stands_for.reshape(4, 64, 128), table[i], lens[i], 64)
+        )
+        for i in range(2)
+    ]
     for i in range(2):
         assert_close(logits[i, : lens[i]], scores[i], BF16_TOLERANCE)
         assert (logits[i, lens[i] :] == 777).all()
     k = 16
     positions, counts = gannet.topk(logits, lens, k)
-    slots, lens_out, positions_too = gannet.index_select(q, weights, cache, table, lens, k, max_seq_len=128, return_positions=True)
+    slots, lens_out, positions_too = gannet.index_select(
+        q, weights, cache, table, lens, k, max_seq_len=128, return_positions=True
+    )
     assert counts.tolist() == lens_out.tolist() == [16, 7]
     for i in range(2):
         n = counts[i]
@@ -156,7 +175,9 @@ def test_sparse_attention(rng, impl):
     slots = np.array([[3, 17, -1, 3, 70], [-1, -1, -1, -1, -1], [5, 6, 2**31 - 1, 9, 10]], np.int32)
     lens = np.array([5, 5, 4], np.int32)
     q = rng.standard_normal((3, 16, 576)).astype(ref.BF16)
-    out, lse = gannet.sparse_attention(q, gannet.LatentCache(cache), slots, lens, softmax_scale=0.1, return_lse=True, impl=impl)
+    out, lse = gannet.sparse_attention(
+        q, gannet.LatentCache(cache), slots, lens, softmax_scale=0.1, return_lse=True, impl=impl
+    )
     for i, listed in enumerate([[3, 17, 3, 70], [], [5, 6, 9]]):
         want, want_lse, _ = ref.attend(q[i], flat[listed].astype(np.float64), 0.1)
         assert_close(out[i], want, BF16_TOLERANCE)
@@ -172,8 +193,18 @@ def test_ragged_prefill(rng, impl, causal, shared_rope):
     v = rng.standard_normal((12, 4, 128)).astype(np.float32)
     k[:, :, 128:] = k[:, :1, 128:]
     parts = dict(k_rope=np.ascontiguousarray(k[:, 0, 128:])) if shared_rope else {}
-    out, lse = gannet.ragged_prefill(q, np.ascontiguousarray(k[:, :, :128]) if shared_rope else k, v, cu_q, cu_k, softmax_scale=0.1,
-                                     causal=causal, return_lse=True, impl=impl, **parts)
+    out, lse = gannet.ragged_prefill(
+        q,
+        np.ascontiguousarray(k[:, :, :128]) if shared_rope else k,
+        v,
+        cu_q,
+        cu_k,
+        softmax_scale=0.1,
+        causal=causal,
+        return_lse=True,
+        impl=impl,
+        **parts,
+    )
     want, want_lse = ref.ragged(q, k, v, cu_q, cu_k, 0.1, causal)
     assert_close(out, want, F32_TOLERANCE)
     assert_close(lse, want_lse, F32_TOLERANCE)
@@ -228,8 +259,10 @@ def test_plan_runs_other_data_and_refuses_other_shapes(rng):
     plan = gannet.plan(gannet.mla_decode, q, view, table, lens, softmax_scale=0.1)
     other = q * 2
     workspace = np.empty(plan.workspace_bytes, np.uint8)
-    np.testing.assert_array_equal(plan.run(other, view, table, lens, softmax_scale=0.1, workspace=workspace),
-                                  gannet.mla_decode(other, view, table, lens, softmax_scale=0.1, impl=plan.impl))
+    np.testing.assert_array_equal(
+        plan.run(other, view, table, lens, softmax_scale=0.1, workspace=workspace),
+        gannet.mla_decode(other, view, table, lens, softmax_scale=0.1, impl=plan.impl),
+    )
     with pytest.raises(gannet.InvalidArgumentError, match="planned"):
         plan.run(q[:1], view, table[:1], lens[:1], softmax_scale=0.1)
     if plan.workspace_bytes > 0:
@@ -241,7 +274,9 @@ def test_threads_do_not_change_a_bit(rng):
     lens = np.array([60, 47], np.int32)
     cache, table = pages_for_test(rng, 2, 4, dtype=ref.BF16)
     q = rng.standard_normal((2, 16, 576)).astype(ref.BF16)
-    runs = [gannet.mla_decode(q, gannet.LatentCache(cache), table, lens, softmax_scale=0.1, context=gannet.Context(n))
-            for n in (1, 2, 3)]
+    runs = [
+        gannet.mla_decode(q, gannet.LatentCache(cache), table, lens, softmax_scale=0.1, context=gannet.Context(n))
+        for n in (1, 2, 3)
+    ]
     for other in runs[1:]:
         np.testing.assert_array_equal(runs[0].view(np.uint16), other.view(np.uint16))

@@ -20,7 +20,9 @@ def problem(rng, dtype=torch.float32):
 def test_the_same_bits_as_from_numpy(rng):
     q, cache, table, lens = problem(rng)
     ours = gannet.mla_decode(q, gannet.LatentCache(cache), table, lens, softmax_scale=0.1)
-    numpy = gannet.mla_decode(q.numpy(), gannet.LatentCache(cache.numpy()), table.numpy(), lens.numpy(), softmax_scale=0.1)
+    numpy = gannet.mla_decode(
+        q.numpy(), gannet.LatentCache(cache.numpy()), table.numpy(), lens.numpy(), softmax_scale=0.1
+    )
     assert isinstance(ours, torch.Tensor) and isinstance(numpy, np.ndarray)
     np.testing.assert_array_equal(ours.numpy(), numpy)
 
@@ -28,16 +30,22 @@ def test_the_same_bits_as_from_numpy(rng):
 def test_bf16_and_fp8_are_torchs(rng):
     q, cache, table, lens = problem(rng, torch.bfloat16)
     out = gannet.mla_decode(q, gannet.LatentCache(cache), table, lens, softmax_scale=0.1)
-    as_ml = gannet.mla_decode(q.view(torch.int16).numpy().view(ref.BF16),
-                              gannet.LatentCache(cache.view(torch.int16).numpy().view(ref.BF16)), table.numpy(), lens.numpy(),
-                              softmax_scale=0.1)
+    as_ml = gannet.mla_decode(
+        q.view(torch.int16).numpy().view(ref.BF16),
+        gannet.LatentCache(cache.view(torch.int16).numpy().view(ref.BF16)),
+        table.numpy(),
+        lens.numpy(),
+        softmax_scale=0.1,
+    )
     assert out.dtype == torch.bfloat16
     np.testing.assert_array_equal(out.view(torch.int16).numpy(), as_ml.view(np.int16))
     fp8 = cache.to(torch.float8_e4m3fn)
     narrow = gannet.LatentCache(fp8, scale=1.0)
     assert narrow.format == "e4m3"
     out = gannet.mla_decode(q.to(torch.float8_e4m3fn), narrow, table, lens, softmax_scale=0.1, q_scale=1.0)
-    wide = gannet.mla_decode(q.to(torch.float8_e4m3fn).float(), gannet.LatentCache(fp8.float()), table, lens, softmax_scale=0.1)
+    wide = gannet.mla_decode(
+        q.to(torch.float8_e4m3fn).float(), gannet.LatentCache(fp8.float()), table, lens, softmax_scale=0.1
+    )
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), wide, rtol=2.0**-6, atol=2.0**-6)
 
@@ -51,8 +59,14 @@ def test_slices_are_read_where_they_lie(rng):
     apart = torch.full((4, 20, 576), float("nan"))
     apart[:, :16] = cache
     out = torch.zeros(2, 9, 512)
-    result = gannet.mla_decode(wide[:, 1:9, 32:608], gannet.LatentCache(apart[:, :16]), table_in[:, 1:3], lens, softmax_scale=0.1,
-                               out=out[:, :8])
+    result = gannet.mla_decode(
+        wide[:, 1:9, 32:608],
+        gannet.LatentCache(apart[:, :16]),
+        table_in[:, 1:3],
+        lens,
+        softmax_scale=0.1,
+        out=out[:, :8],
+    )
     assert result.data_ptr() == out.data_ptr() and (out[:, 8] == 0).all()
     assert torch.equal(out[:, :8], gannet.mla_decode(q, gannet.LatentCache(cache), table, lens, softmax_scale=0.1))
 
@@ -73,7 +87,9 @@ def test_python_threads_take_turns(rng):
 
     def work(rows):
         for _ in range(50):
-            if not torch.equal(gannet.mla_decode(q[:rows], view, table[:rows], lens[:rows], softmax_scale=0.1), want[:rows]):
+            if not torch.equal(
+                gannet.mla_decode(q[:rows], view, table[:rows], lens[:rows], softmax_scale=0.1), want[:rows]
+            ):
                 wrong.append(rows)
 
     threads = [threading.Thread(target=work, args=(1 + i % 2,)) for i in range(4)]
@@ -96,5 +112,9 @@ def test_jax_arrays_are_read(rng):
     jax = pytest.importorskip("jax", reason="JAX is not installed")
     q, cache, table, lens = problem(rng)
     j = [jax.numpy.asarray(t.numpy()) for t in (q, cache, table, lens)]
-    out = gannet.mla_decode(j[0], gannet.LatentCache(j[1]), j[2], j[3], softmax_scale=0.1, out=np.empty((2, 8, 512), np.float32))
-    np.testing.assert_array_equal(out, gannet.mla_decode(q, gannet.LatentCache(cache), table, lens, softmax_scale=0.1).numpy())
+    out = gannet.mla_decode(
+        j[0], gannet.LatentCache(j[1]), j[2], j[3], softmax_scale=0.1, out=np.empty((2, 8, 512), np.float32)
+    )
+    np.testing.assert_array_equal(
+        out, gannet.mla_decode(q, gannet.LatentCache(cache), table, lens, softmax_scale=0.1).numpy()
+    )
