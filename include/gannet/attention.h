@@ -38,6 +38,7 @@
 #include "gannet/layer_caches.h"
 #include "gannet/memory.h"
 #include "gannet/op_plan.h"
+#include "gannet/shared_page_table.h"
 #include "gannet/step.h"
 #include "gannet/tensor.h"
 
@@ -271,9 +272,20 @@ class GANNET_API AttentionBackend {
   /// sees and writes nothing. The results are those of prepare bit for bit. Throws for a batch that was never captured.
   virtual void refresh(const BatchStep& step, int32_t num_requests) = 0;
 
+  /// The same with a page table and lengths that the batch shares with others, such as a target with its draft
+  /// (gannet/shared_page_table.h), which outlives the backend or its next bind. One table a shape, for good.
+  virtual void capture(const CaptureShape& shape, const SharedPageTable& table) = 0;
+  /// Makes the step that the table is of the current one, in the plan captured with it for (num_requests of the table,
+  /// q_len). On a CUDA device lengths and pages are read there, in the order of the stream: one kernel, no copy, no
+  /// wait, and it may be captured into a graph in front of the layers; step().lens_known() is false then, and what
+  /// depends on lengths on the host is bounded by the max_seq_len of table and batch. On the CPU they are read now.
+  /// Throws for a table that is of another generation than the step. As soon as it is, every call but those that make
+  /// another step the current one throws too: the step is stale.
+  virtual void refresh(const SharedStep& step) = 0;
+
   /// Makes the next step of a draft the current one (DraftAdvance). After a refresh it goes into the plan captured for
   /// (num_requests, 1). Throws where there is no step, or an idle one, to go on from; then, and for arguments that are
-  /// refused, the current step stays.
+  /// refused, the current step stays. Not from a step of a shared table, which has SharedStep::steps for it.
   virtual void advance(const DraftAdvance& advance) = 0;
 
   /// Writes this step's rows of a layer.

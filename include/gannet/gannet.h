@@ -20,6 +20,7 @@
 #include "gannet/op_plan.h"
 #include "gannet/ops.h"
 #include "gannet/page_table.h"
+#include "gannet/shared_page_table.h"
 #include "gannet/step.h"
 #include "gannet/tensor.h"
 #include "gannet/version.h"

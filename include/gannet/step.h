@@ -154,6 +154,12 @@ class GANNET_API StepPlan {
   /// else kInvalidArgument.
   void capture(const CaptureShape& shape, const StepLimits& limits);
   bool captured() const noexcept { return shape_.num_requests > 0; }
+
+  /// Makes this captured plan one of a step whose lengths are not known on the host (gannet/shared_page_table.h): the
+  /// arrays that follow from lengths are those of padding, and max_row_len is what it can be at most.
+  void assign_unknown(int64_t max_seq_len, const StepLimits& limits);
+  /// False: seq_lens, positions, write_slots, row_lens and the table of pages say nothing; their sizes hold.
+  bool lens_known() const noexcept { return lens_known_; }
   const CaptureShape& capture_shape() const noexcept { return shape_; }
 
   /// Makes this plan a decode step of one row for every request of `from`, whatever its mode, with other lengths: a
@@ -217,6 +223,7 @@ class GANNET_API StepPlan {
 
   CaptureShape shape_{};  // of a captured plan; num_requests is 0 in others
   StepMode mode_ = StepMode::kIdle;
+  bool lens_known_ = true;
   RowBound decode_bound_ = RowBound::kCausalFull;
   int32_t q_len_ = 1;
   int32_t page_size_ = 64;

@@ -283,6 +283,8 @@ void BackendCore::make_current(Planned& planned) noexcept {
   current_ = &planned.plan;
   ops_ = &planned.ops;
   arrays_ = &planned.arrays;
+  table_ = planned.table;
+  generation_ = table_ == nullptr ? 0 : table_->generation();
 }
 
 BackendCore::Planned* BackendCore::find_captured(int64_t num_requests, int32_t q_len) noexcept {
@@ -291,16 +293,47 @@ BackendCore::Planned* BackendCore::find_captured(int64_t num_requests, int32_t q
   return nullptr;
 }
 
-void BackendCore::capture(const CaptureShape& shape) {
+BackendCore::Planned& BackendCore::captured(const char* call, int64_t num_requests, int32_t q_len) {
+  if (Planned* planned = find_captured(num_requests, q_len)) return *planned;
+  std::string shapes;
+  for (const std::unique_ptr<Planned>& p : captured_)
+    shapes += fmt::format("{}{} of {}", shapes.empty() ? "" : ", ", p->plan.capture_shape().num_requests,
+                          p->plan.capture_shape().q_len);
+  refuse(call, "a batch of {} requests of {} rows was never captured; captured: {}", num_requests, q_len,
+         shapes.empty() ? "none" : shapes);
+}
+
+void BackendCore::capture(const CaptureShape& given, const SharedPageTable* table) {
   constexpr const char* kCall = "capture";
   if (state_ == State::kUnbound) refuse(kCall, "no caches are bound; call bind first");
   end_step();
   state_ = State::kBound;
+  CaptureShape shape = given;
+  if (table != nullptr) {
+    const SharedPageTableOptions& o = table->options();
+    if (!(table->device() == config_.device))
+      refuse(kCall, "the page table is on {}; the backend is on {}", to_string(table->device()),
+             to_string(config_.device));
+    if (o.num_requests != shape.num_requests)
+      refuse(kCall, "num_requests is {}; the page table is one of {}", shape.num_requests, o.num_requests);
+    if (o.page_size != config_.page_size)
+      refuse(kCall, "the page table has pages of {} tokens; accepted: {}, page_size of the config", o.page_size,
+             config_.page_size);
+    if (o.num_pages > layers_[0].latent.num_pages)
+      refuse(kCall, "the page table is for {} pages; accepted: at most {}, those of the caches", o.num_pages,
+             layers_[0].latent.num_pages);
+    const int64_t most = shape.max_seq_len == 0 ? config_.max_context_len : shape.max_seq_len;
+    shape.max_seq_len = std::min(most, o.max_seq_len);
+  }
   Planned* planned = find_captured(shape.num_requests, shape.q_len);
   if (planned != nullptr) {
+    if (planned->table != table)
+      refuse(kCall, "a batch of {} requests of {} rows is captured {}; accepted: the same", shape.num_requests,
+             shape.q_len, planned->table == nullptr ? "without a shared page table" : "with another page table");
     planned->plan.capture(shape, limits());
   } else {
     auto fresh = std::make_unique<Planned>(config_.device, memory_);
+    fresh->table = table;
     fresh->plan.capture(shape, limits());
     planned = captured_.emplace_back(std::move(fresh)).get();
   }
@@ -316,23 +349,95 @@ void BackendCore::refresh(const BatchStep& step, int32_t num_requests) {
   if (step.num_extends() > 0)
     refuse_unsupported(kCall, "the step is {}; accepted: decode (prepare takes every mode)",
                        to_string(step_mode(step.num_extends(), step.num_requests())));
-  Planned* planned = find_captured(num_requests, step.q_len);
-  if (planned == nullptr) {
-    std::string shapes;
-    for (const std::unique_ptr<Planned>& p : captured_)
-      shapes += fmt::format("{}{} of {}", shapes.empty() ? "" : ", ", p->plan.capture_shape().num_requests,
-                            p->plan.capture_shape().q_len);
-    refuse(kCall, "a batch of {} requests of {} rows was never captured; captured: {}", num_requests, step.q_len,
-           shapes.empty() ? "none" : shapes);
+  Planned& planned = captured(kCall, num_requests, step.q_len);
+  if (planned.table != nullptr)
+    refuse(kCall, "a batch of {} requests of {} rows is captured with a shared page table; accepted: a SharedStep",
+           num_requests, step.q_len);
+  planned.plan.assign(step, limits());
+  upload(planned);
+  begin_step(planned);
+}
+
+void BackendCore::refresh(const SharedStep& step) {
+  constexpr const char* kCall = "refresh";
+  if (state_ == State::kUnbound) refuse(kCall, "no caches are bound; call bind, then capture");
+  if (step.table == nullptr) refuse(kCall, "table is null; accepted: the page table of the captured batch");
+  end_step();
+  state_ = State::kBound;
+  const SharedPageTable& table = *step.table;
+  const int64_t n = table.options().num_requests;
+  Planned& planned = captured(kCall, n, step.q_len);
+  if (planned.table != step.table)
+    refuse(kCall, "a batch of {} requests of {} rows is captured {}; accepted: the page table it is captured with", n,
+           step.q_len, planned.table == nullptr ? "without a shared page table" : "with another page table");
+  if (step.generation != table.generation())
+    refuse(kCall,
+           "generation is {}; accepted: that of the page table, {} (SharedPageTable::refresh or mark, once a step)",
+           step.generation, table.generation());
+  if (step.steps < 0) refuse(kCall, "steps is {}; accepted: 0 and more", step.steps);
+  if (step.decode_bound > RowBound::kUniformBlock ||
+      (step.decode_bound == RowBound::kUniformBlock) !=
+          (planned.plan.capture_shape().decode_bound == RowBound::kUniformBlock))
+    refuse(kCall, "decode_bound is {}; the captured batch has {}", to_string(step.decode_bound),
+           to_string(planned.plan.capture_shape().decode_bound));
+  TensorView lens = table.seq_lens();
+  if (step.seq_lens.given()) {
+    lens = step.seq_lens;
+    check_typed(kCall, "seq_lens", lens, DType::kI32, {n});
+    if (!(lens.device == config_.device) || lens.data == nullptr || (n > 1 && lens.stride[0] != 1))
+      refuse(kCall, "seq_lens is {}; accepted: packed, on {}", describe(lens), to_string(config_.device));
   }
-  planned->plan.assign(step, limits());
-  upload(*planned);
-  begin_step(*planned);
+  if (config_.device.kind == DeviceKind::kCpu) {
+    next_lens_.assign(static_cast<size_t>(n), 0);
+    for (int64_t r = 0; r < n; ++r) {
+      const int32_t given = *lens.ptr<const int32_t>(r);
+      const int64_t len = given == 0 ? 0 : int64_t{given} + step.steps;
+      if (given < 0 || len > config_.max_context_len)
+        refuse(kCall, "seq_lens[{}] is {} and steps {}; accepted: a sum of 0 to max_context_len, {}", r, given,
+               step.steps, config_.max_context_len);
+      next_lens_[static_cast<size_t>(r)] = static_cast<int32_t>(len);
+    }
+    planned.plan.assign({.seq_lens = next_lens_,
+                         .prefix_lens = {},
+                         .extend_lens = {},
+                         .q_len = step.q_len,
+                         .decode_bound = step.decode_bound,
+                         .pages = table.pages()},
+                        limits());
+  } else {
+    const int64_t most = planned.plan.capture_shape().max_seq_len;
+    planned.plan.assign_unknown(most, limits());
+    const StepPlan& plan = planned.plan;
+    const auto there = [&](std::span<const int32_t> a) {
+      return planned.arrays.on_device(view(a.data(), {static_cast<int64_t>(a.size())})).ptr<int32_t>();
+    };
+    const PageTableView pages = table.pages();
+    cuda::plan_decode_rows(
+        name_.c_str(), config_.device.index,
+        {.seq_lens = lens.ptr<const int32_t>(),
+         .pages = pages.pages.ptr<const int32_t>(),
+         .columns = pages.pages.shape[1],
+         .num_requests = n,
+         .max_len = most,
+         .num_pages = layers_[0].latent.num_pages,
+         .q_len = step.q_len,
+         .page_size = config_.page_size,
+         .added = step.steps + (step.decode_bound == RowBound::kCausalFromFirst ? step.q_len - 1 : 0),
+         .bound = plan.decode_bound(),
+         .out_seq_lens = there(plan.seq_lens()),
+         .positions = there(plan.positions()),
+         .write_slots = there(plan.write_slots()),
+         .row_lens = there(plan.row_lens())},
+        stream_);
+  }
+  begin_step(planned);
 }
 
 void BackendCore::advance(const DraftAdvance& advance) {
   constexpr const char* kCall = "advance";
   active_step(kCall);
+  if (base_->table != nullptr)
+    refuse(kCall, "the step is one of a shared page table; accepted: refresh from it, with steps");
   if (advance.steps < 0) refuse(kCall, "steps is {}; accepted: 0 and more", advance.steps);
   const bool captured = base_->plan.captured();
   const size_t n = base_lens_.size();
@@ -355,6 +460,9 @@ void BackendCore::advance(const DraftAdvance& advance) {
     target = find_captured(static_cast<int64_t>(n), 1);
     if (target == nullptr)
       refuse(kCall, "a batch of {} requests of 1 row was never captured, and the draft goes on from a captured one", n);
+    if (target->table != nullptr)
+      refuse(kCall, "the batch of {} requests of 1 row is captured with a shared page table; accepted: refresh from it",
+             n);
   }
   target->plan.advance(base_->plan, next_lens_, advance.pages, limits());
   upload(*target);
@@ -365,6 +473,9 @@ void BackendCore::advance(const DraftAdvance& advance) {
 const StepPlan& BackendCore::step(const char* call) const {
   if (state_ == State::kUnbound) refuse(call, "no caches are bound; call bind, then prepare");
   if (state_ == State::kBound) refuse(call, "no step is prepared; call prepare first");
+  if (table_ != nullptr && table_->generation() != generation_)
+    refuse(call, "the step is stale: it is of generation {} of the page table, which is of {} now; refresh first",
+           generation_, table_->generation());
   return *current_;
 }
 
@@ -398,6 +509,12 @@ StepRows BackendCore::effective(const char* call, StepRows part) const {
         call, "rows is all in a mixed step whose decode rows are {}; accepted: prefill and decode by themselves",
         to_string(current_->decode_bound()));
   return StepRows::kAll;
+}
+
+PageTableView BackendCore::pages(StepRows part) const {
+  // A captured batch is decode rows alone.
+  if (table_ != nullptr && part != StepRows::kPrefill) return table_->pages();
+  return arrays_->on_device(current_->pages(part));
 }
 
 StepTensors BackendCore::step_tensors() const {

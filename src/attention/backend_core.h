@@ -39,8 +39,10 @@ class BackendCore {
   cuda::Staging* staging() const noexcept { return staging_.get(); }
   void set_layer_hooks(LayerHooks hooks);
   void prepare(const BatchStep& step);
-  void capture(const CaptureShape& shape);
+  /// `table`: null for a batch with a table of its own.
+  void capture(const CaptureShape& shape, const SharedPageTable* table);
   void refresh(const BatchStep& step, int32_t num_requests);
+  void refresh(const SharedStep& step);
   void advance(const DraftAdvance& advance);
   void write(const char* call, int32_t layer, StepRows part, const KvRows& kv);
   /// Does what `write` says; throws where it says nothing.
@@ -70,7 +72,7 @@ class BackendCore {
   StepRows effective(const char* call, StepRows part) const;
   // The arrays of the current plan where the operations read them.
   QueryRows query_rows(StepRows part) const;
-  PageTableView pages(StepRows part) const { return arrays_->on_device(current_->pages(part)); }
+  PageTableView pages(StepRows part) const;
   StepTensors step_tensors() const;
   TensorView on_device(const TensorView& array) const { return arrays_->on_device(array); }
 
@@ -117,6 +119,7 @@ class BackendCore {
     StepPlan plan;
     Ops ops;
     DeviceArrays arrays;
+    const SharedPageTable* table = nullptr;
   };
 
   TensorView rotated(const TensorView& x, const IndexCacheView& cache, Buffer& room);
@@ -131,6 +134,7 @@ class BackendCore {
   void begin_step(Planned& planned);
   void make_current(Planned& planned) noexcept;
   Planned* find_captured(int64_t num_requests, int32_t q_len) noexcept;
+  Planned& captured(const char* call, int64_t num_requests, int32_t q_len);
   /// A call has written these rows, or says that they are written.
   void record_written(int32_t layer, StepRows part);
   /// Abandons what has no record.
@@ -153,6 +157,8 @@ class BackendCore {
   StepPlan* current_ = &eager_.plan;
   Ops* ops_ = &eager_.ops;
   const DeviceArrays* arrays_ = &eager_.arrays;
+  const SharedPageTable* table_ = nullptr;  // of the current step, which belongs to this generation of it
+  uint64_t generation_ = 0;
   const Planned* base_ = &eager_;   // what advance goes on from
   std::vector<int32_t> base_lens_;  // of base_, which an advance into it overwrites
   std::vector<int32_t> next_lens_;

@@ -26,11 +26,19 @@ class CommonBackend : public AttentionBackend {
   }
   void capture(const CaptureShape& shape) final {
     dense_.on_prepare();
-    core_.capture(shape);
+    core_.capture(shape, nullptr);
   }
   void refresh(const BatchStep& step, int32_t num_requests) final {
     dense_.on_prepare();
     core_.refresh(step, num_requests);
+  }
+  void capture(const CaptureShape& shape, const SharedPageTable& table) final {
+    dense_.on_prepare();
+    core_.capture(shape, &table);
+  }
+  void refresh(const SharedStep& step) final {
+    dense_.on_prepare();
+    core_.refresh(step);
   }
   void advance(const DraftAdvance& advance) final {
     dense_.on_prepare();

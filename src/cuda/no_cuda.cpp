@@ -37,6 +37,8 @@ void gather_int32_rows(const char* function, int, std::span<const int32_t>, cons
   refuse(function);
 }
 
+void plan_decode_rows(const char* function, int, const DecodeRows&, Stream) { refuse(function); }
+
 struct Staging::Slot {};
 Staging::Staging(int index) : index_(index) { refuse("Staging"); }
 Staging::~Staging() = default;

@@ -8,6 +8,7 @@
 #include <span>
 
 #include "gannet/device.h"
+#include "gannet/page_table.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -30,6 +31,21 @@ void refuse_capture(const char* function, int index, Stream stream);
 /// done with when this returns.
 void gather_int32_rows(const char* function, int index, std::span<const int32_t> rows, const int32_t* from,
                        int64_t from_stride, int32_t* to, int64_t to_stride, int64_t width, int32_t fill, Stream stream);
+
+/// The rows of a decode step from lengths and pages on the device (StepPlan has the rules). All pointers are the
+/// device's. A length is cut to max_len, which the table reaches; a page outside the pool gives no slot.
+struct DecodeRows {
+  const int32_t* seq_lens = nullptr;  ///< [num_requests], 0 and less: padding
+  const int32_t* pages = nullptr;     ///< [num_requests, columns]
+  int64_t columns = 0, num_requests = 0, max_len = 0, num_pages = 0;
+  int32_t q_len = 1, page_size = 64;
+  int64_t added = 0;  ///< to each length but 0
+  RowBound bound = RowBound::kCausalFull;
+  int32_t* out_seq_lens = nullptr;                                            ///< [num_requests]
+  int32_t *positions = nullptr, *write_slots = nullptr, *row_lens = nullptr;  ///< [num_requests * q_len]
+};
+/// Enqueues one kernel; may be captured.
+void plan_decode_rows(const char* function, int index, const DecodeRows& rows, Stream stream);
 
 /// Pinned host memory through which arrays go to a device while the host fills the next ones. kDepth uploads can be
 /// under way; only a host that is further ahead waits.

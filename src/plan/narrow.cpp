@@ -32,6 +32,8 @@ void narrow_rows(const StepPlan& step, std::span<const int32_t> accepted, std::s
 }
 
 void narrow_seq_lens(const StepPlan& step, std::span<const int32_t> accepted, std::span<int32_t> seq_lens) {
+  if (!step.lens_known())
+    fail_argument("narrow_seq_lens", "the lengths of the step lie on a device; accepted: a step of known lengths");
   for_each_request("narrow_seq_lens", step, accepted, seq_lens.size(), [&](int64_t r, int64_t stand) {
     const int64_t len = step.seq_lens()[static_cast<size_t>(r)];
     const int64_t kept = len - (step.rows_of_request(r).size() - stand);

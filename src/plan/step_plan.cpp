@@ -5,6 +5,7 @@
 
 #include "core/checked.h"
 #include "gannet/step.h"
+#include "plan/table_reader.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -13,61 +14,6 @@ namespace {
 constexpr const char* kName = "StepPlan";
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMinColumns = 4;  // 16 bytes: rows of the table copy stay aligned to kBaseAlignment
-
-void check_host_int32(const char* name, const TensorView& v, int rank) {
-  if (v.dtype != DType::kI32 || v.rank != rank || v.device.kind != DeviceKind::kCpu)
-    fail_argument(kName, "{} is {}; accepted: int32 of rank {} in host memory", name, describe(v), rank);
-  if (v.shape[static_cast<size_t>(rank) - 1] > 1 && v.stride[static_cast<size_t>(rank) - 1] != 1)
-    fail_argument(kName, "{} is {}; accepted: last stride 1", name, describe(v));
-  if (v.num_elements() > 0 && v.data == nullptr) fail_argument(kName, "{}.data is null", name);
-}
-
-/// A request's cells in either form.
-class TableReader {
- public:
-  TableReader(const PageTableView& t, int64_t num_requests) : t_(t) {
-    if (t.form > PageTableForm::kCsr)
-      fail_argument(kName, "pages.form is {}; accepted: a PageTableForm", static_cast<int>(t.form));
-    if (t.form == PageTableForm::kPadded) {
-      check_host_int32("pages", t.pages, 2);
-      if (t.row_indices.given()) {
-        check_host_int32("pages.row_indices", t.row_indices, 1);
-        if (t.row_indices.shape[0] < num_requests)
-          fail_argument(kName, "pages.row_indices is {}; the step has {} requests", describe(t.row_indices),
-                        num_requests);
-      } else if (t.pages.shape[0] < num_requests) {
-        fail_argument(kName, "pages is {}; the step has {} requests", describe(t.pages), num_requests);
-      }
-    } else {
-      check_host_int32("pages.indptr", t.indptr, 1);
-      check_host_int32("pages.indices", t.indices, 1);
-      if (t.indptr.shape[0] < num_requests + 1)
-        fail_argument(kName, "pages.indptr is {}; the step has {} requests and needs one entry more",
-                      describe(t.indptr), num_requests);
-    }
-  }
-
-  std::span<const int32_t> row(int64_t request) const {
-    if (t_.form == PageTableForm::kPadded) {
-      int64_t r = request;
-      if (t_.row_indices.given()) {
-        r = *t_.row_indices.ptr<const int32_t>(request);
-        if (r < 0 || r >= t_.pages.shape[0])
-          fail_argument(kName, "pages.row_indices[{}] is {}; accepted: 0 to {}", request, r, t_.pages.shape[0] - 1);
-      }
-      return {t_.pages.ptr<const int32_t>(r), static_cast<size_t>(t_.pages.shape[1])};
-    }
-    const int32_t begin = *t_.indptr.ptr<const int32_t>(request);
-    const int32_t end = *t_.indptr.ptr<const int32_t>(request + 1);
-    if (begin < 0 || end < begin || end > t_.indices.shape[0])
-      fail_argument(kName, "pages.indptr[{}..{}] is {}, {}; accepted: ascending within 0 to {}", request, request + 1,
-                    begin, end, t_.indices.shape[0]);
-    return {t_.indices.ptr<const int32_t>(begin), static_cast<size_t>(end - begin)};
-  }
-
- private:
-  const PageTableView& t_;
-};
 
 }  // namespace
 
@@ -100,6 +46,7 @@ StepMode step_mode(int64_t num_extends, int64_t num_requests) {
 
 void StepPlan::reset() noexcept {
   mode_ = StepMode::kIdle;
+  lens_known_ = true;
   num_extends_ = 0;
   max_row_len_ = max_prefill_row_len_ = max_decode_row_len_ = 0;
   for (std::vector<int32_t>* v :
@@ -227,7 +174,7 @@ void StepPlan::fill(const BatchStep& step, const StepLimits& limits) {
 
 void StepPlan::copy_table(const PageTableView& pages, int64_t num_given, int64_t page_limit) {
   std::optional<TableReader> reader;
-  if (num_given > 0) reader.emplace(pages, num_given);
+  if (num_given > 0) reader.emplace(kName, pages, num_given);
   const auto row_of = [&](size_t r) {
     const auto request = static_cast<int64_t>(r);
     return request < num_given ? reader->row(request) : std::span<const int32_t>{};
@@ -260,6 +207,18 @@ void StepPlan::copy_table(const PageTableView& pages, int64_t num_given, int64_t
     if (before > needed) std::fill(cells + needed, cells + before, 0);
     used_[r] = static_cast<int32_t>(needed);
   }
+}
+
+void StepPlan::assign_unknown(int64_t max_seq_len, const StepLimits& limits) {
+  if (!captured())
+    fail_argument(kName, "lengths that are not known here need a captured plan; accepted: capture first");
+  if (max_seq_len < 0) fail_argument(kName, "max_seq_len is {}; accepted: 0 and more", max_seq_len);
+  BatchStep padding;
+  padding.q_len = shape_.q_len;
+  padding.decode_bound = shape_.decode_bound;
+  assign(padding, limits);
+  lens_known_ = false;
+  max_row_len_ = max_decode_row_len_ = std::min(max_seq_len, max_len(limits));
 }
 
 void StepPlan::capture(const CaptureShape& given, const StepLimits& limits) {
@@ -307,6 +266,8 @@ void StepPlan::advance(const StepPlan& from, std::span<const int32_t> seq_lens, 
   check_limits(limits);
   const int64_t n = from.num_requests();
   if (n == 0) fail_argument(kName, "the step to go on from is idle; accepted: one with requests");
+  if (!from.lens_known_)
+    fail_argument(kName, "the lengths of the step to go on from lie on a device; accepted: a step of known lengths");
   if (static_cast<int64_t>(seq_lens.size()) != n)
     fail_argument(kName, "seq_lens has {} entries; the step to go on from has {} requests", seq_lens.size(), n);
   if (from.page_size_ != limits.page_size)
@@ -325,7 +286,7 @@ void StepPlan::advance(const StepPlan& from, std::span<const int32_t> seq_lens, 
   if (this == &from && !captured())
     fail_argument(kName, "a plan that is not captured cannot go on from itself; accepted: another plan");
   std::optional<TableReader> reader;
-  if (num_live > 0 && (pages.pages.given() || pages.indptr.given())) reader.emplace(pages, num_live);
+  if (num_live > 0 && (pages.pages.given() || pages.indptr.given())) reader.emplace(kName, pages, num_live);
   int64_t columns = std::max(columns_, kMinColumns);
   for (int64_t r = 0; r < num_live; ++r) {
     const int64_t len = seq_lens[static_cast<size_t>(r)];

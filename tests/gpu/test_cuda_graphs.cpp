@@ -13,6 +13,7 @@
 #include "gannet/kv_pool.h"
 #include "gannet/kv_transfer.h"
 #include "gannet/ops.h"
+#include "gannet/shared_page_table.h"
 
 namespace gannet_test {
 namespace {
@@ -328,6 +329,183 @@ TEST_P(CudaGraphs, ReplayEqualsEagerOverRandomSteps) {
     if (i == kSteps / 2) allocated = e.memory.allocations;  // every shape of the eager steps has come by then
   }
   EXPECT_EQ(e.memory.allocations, allocated);
+}
+
+// Lengths that live on the device: a graph plans its own step from the shared table in front of the layers, the lengths
+// are advanced in the stream, and nothing waits for the device between the launches of a run. Each replay is the step
+// prepared from the same lengths on the host, bit for bit, and its rows are those of the host's plan.
+TEST_P(CudaGraphs, LengthsOnTheDeviceAreReplayedWithoutTheHost) {
+  const Shape shape = GetParam();
+  constexpr int32_t kMost = 6, kAdvances = 40;
+  const int32_t q_len = shape.q_len;
+  const int64_t rows = int64_t{kMost} * q_len;
+  // Pools and inputs of the same bytes, so that either has its own history.
+  Engine e(shape.arch, shape.heads, static_cast<int32_t>(rows), 17, stream()),
+      e2(shape.arch, shape.heads, static_cast<int32_t>(rows), 17, stream());
+  const auto captured = e.backend(shape.invariant, stream()), eager = e2.backend(shape.invariant, stream());
+  DeviceTensor out(DType::kBf16, {rows, e.heads, kR}), lse(DType::kF32, {rows, e.heads}),
+      out_e(DType::kBf16, {rows, e.heads, kR}), lse_e(DType::kF32, {rows, e.heads});
+  DeviceTensor logs_out(DType::kBf16, {kAdvances, rows, e.heads * kR}),
+      logs_lse(DType::kF32, {kAdvances, rows, e.heads}), logs_rows(DType::kI32, {kAdvances, 3, rows}),
+      lengths(DType::kI32, {kAdvances, kMost});
+  // Every request has all the pages that the table can hold; lengths grow, shrink to the start, and one is padding.
+  Random random(23);
+  std::vector<int32_t> pages;
+  for (int32_t p = 1; p < kNumPages; ++p) pages.push_back(p);
+  std::shuffle(pages.begin(), pages.end(), random);
+  PageTable table(kMost, kColumns);
+  for (int32_t r = 0; r < kMost; ++r)
+    table.set_row(r, std::span(pages).subspan(static_cast<size_t>(r * kColumns), kColumns));
+  std::vector<int32_t> lens(static_cast<size_t>(kAdvances * kMost));
+  for (int32_t i = 0; i < kAdvances; ++i)
+    for (int32_t r = 0; r < kMost; ++r)
+      lens[static_cast<size_t>(i * kMost + r)] =
+          (i + r) % 7 == 0 ? 0 : std::min(kMaxLen, q_len + static_cast<int32_t>(random() % (kMaxLen - q_len)) + 1);
+  cuda_copy(lengths.view.data, lens.data(), lengths.bytes(), kDevice, stream());
+
+  SharedPageTable shared(
+      {.num_requests = kMost, .max_seq_len = kMaxLen, .page_size = kPage, .num_pages = kNumPages, .lookahead = kMaxLen},
+      cuda_memory());
+  captured->capture({.num_requests = kMost, .q_len = q_len}, shared);
+  ASSERT_TRUE(shared.refresh(1, std::vector<int32_t>(kMost, q_len), table.view(), stream()));
+  captured->refresh({.table = &shared, .generation = 1, .q_len = q_len});
+  EXPECT_FALSE(captured->step().lens_known());
+  e.fresh_inputs(stream());
+  e.run(*captured, rows, out, lse);  // plans and workspace
+  e2.fresh_inputs(stream());
+  eager->prepare({.seq_lens = std::vector<int32_t>(kMost, q_len),
+                  .prefix_lens = {},
+                  .extend_lens = {},
+                  .q_len = q_len,
+                  .pages = table.view()});
+  e2.run(*eager, rows, out_e, lse_e);
+  wait();
+  const Graph step(stream_, [&] {
+    captured->refresh({.table = &shared, .generation = 1, .q_len = q_len});
+    e.run(*captured, rows, out, lse);
+  });
+  const StepTensors planned = captured->step_tensors();
+  const auto log = [&](const DeviceTensor& to, int64_t i, const void* from, size_t bytes) {
+    ASSERT_EQ(cudaMemcpyAsync(static_cast<std::byte*>(to.view.data) + static_cast<size_t>(i) * bytes, from, bytes,
+                              cudaMemcpyDeviceToDevice, stream_),
+              cudaSuccess);
+  };
+  for (int32_t i = 0; i < kAdvances; ++i) {  // no host length, no wait
+    ASSERT_EQ(cudaMemcpyAsync(shared.seq_lens().data, lengths.view.ptr<int32_t>(i), kMost * sizeof(int32_t),
+                              cudaMemcpyDeviceToDevice, stream_),
+              cudaSuccess);
+    out.poison(stream());
+    lse.poison(stream());
+    step.launch(stream_);
+    log(logs_out, i, out.view.data, out.bytes());
+    log(logs_lse, i, lse.view.data, lse.bytes());
+    const auto row_bytes = static_cast<size_t>(rows) * sizeof(int32_t);
+    log(logs_rows, 3 * i, planned.positions.data, row_bytes);
+    log(logs_rows, 3 * i + 1, planned.write_slots.data, row_bytes);
+    log(logs_rows, 3 * i + 2, planned.row_lens.data, row_bytes);
+  }
+  const auto all_out = logs_out.read(stream()), all_lse = logs_lse.read(stream()), all_rows = logs_rows.read(stream());
+  for (int32_t i = 0; i < kAdvances; ++i) {
+    const std::span<const int32_t> now = std::span(lens).subspan(static_cast<size_t>(i * kMost), kMost);
+    eager->prepare({.seq_lens = now, .prefix_lens = {}, .extend_lens = {}, .q_len = q_len, .pages = table.view()});
+    e2.run(*eager, rows, out_e, lse_e);
+    const auto a = out_e.read(stream()), b = lse_e.read(stream());
+    ASSERT_EQ(std::memcmp(a.data(), all_out.data() + static_cast<size_t>(i) * a.size(), a.size()), 0) << "step " << i;
+    ASSERT_EQ(std::memcmp(b.data(), all_lse.data() + static_cast<size_t>(i) * b.size(), b.size()), 0) << "step " << i;
+    const StepPlan& plan = eager->step();
+    const auto* at = reinterpret_cast<const int32_t*>(all_rows.data()) + int64_t{3} * i * rows;
+    for (const std::span<const int32_t> want : {plan.positions(), plan.write_slots(), plan.row_lens()}) {
+      ASSERT_TRUE(std::equal(want.begin(), want.end(), at)) << "step " << i;
+      at += rows;
+    }
+  }
+}
+
+// A target and its draft on backends of their own, a graph each over one shared table: in either order of the two, over
+// random steps with padding, each is what it is eagerly. Who replays without a refresh is told.
+TEST_P(CudaGraphs, TargetAndDraftShareATableInEitherOrder) {
+  const Shape shape = GetParam();
+  if (shape.q_len == 1) GTEST_SKIP() << "a target that verifies has more than one row a request";
+  constexpr int32_t kMost = 6;
+  const int32_t q_len = shape.q_len;
+  const int64_t rows = int64_t{kMost} * q_len;
+  // Layers of their own, and so caches of their own, whose pages are the same.
+  Engine e(shape.arch, shape.heads, static_cast<int32_t>(rows), 29, stream()),
+      d(shape.arch, shape.heads, static_cast<int32_t>(rows), 30, stream());
+  const auto target = e.backend(shape.invariant, stream()), draft = d.backend(shape.invariant, stream()),
+             eager = e.backend(shape.invariant, stream()), eager_draft = d.backend(shape.invariant, stream());
+  DeviceTensor out(DType::kBf16, {rows, e.heads, kR}), lse(DType::kF32, {rows, e.heads}),
+      out_d(DType::kBf16, {rows, e.heads, kR}), lse_d(DType::kF32, {rows, e.heads}),
+      out_e(DType::kBf16, {rows, e.heads, kR}), lse_e(DType::kF32, {rows, e.heads}), accepted(DType::kI32, {kMost});
+  SharedPageTable shared(
+      {.num_requests = kMost, .max_seq_len = kMaxLen, .page_size = kPage, .num_pages = kNumPages, .lookahead = 1},
+      cuda_memory());
+  target->capture({.num_requests = kMost, .q_len = q_len}, shared);
+  e.run(*target, rows, out, lse);
+  draft->capture({.num_requests = kMost, .q_len = 1}, shared);
+  d.run(*draft, kMost, out_d, lse_d);
+  wait();
+  const Graph verify(stream_, [&] { e.run(*target, rows, out, lse); });
+  const Graph next(stream_, [&] { d.run(*draft, kMost, out_d, lse_d); });
+  Random random(31);
+  for (uint64_t generation = 1; generation <= 60; ++generation) {
+    const Batch batch(random, kMost, q_len);
+    e.fresh_inputs(stream());
+    d.fresh_inputs(stream());
+    for (const DeviceTensor* t : {&out, &lse, &out_d, &lse_d}) t->poison(stream());
+    std::vector<int32_t> padded = batch.seq_lens, kept;
+    padded.resize(kMost, 0);
+    for (const int32_t n : padded) kept.push_back(n == 0 ? 0 : n - static_cast<int32_t>(random() % q_len));
+    cuda_copy(accepted.view.data, kept.data(), accepted.bytes(), kDevice, stream());
+    const auto replay_target = [&] {
+      shared.refresh(generation, batch.seq_lens, batch.table.view(), stream());
+      target->refresh({.table = &shared, .generation = generation, .q_len = q_len});
+      verify.launch(stream_);
+    };
+    const auto replay_draft = [&] {
+      shared.refresh(generation, batch.seq_lens, batch.table.view(), stream());
+      draft->refresh({.table = &shared, .generation = generation, .seq_lens = accepted.view, .steps = 1});
+      next.launch(stream_);
+    };
+    const bool target_first = generation % 2 == 0;
+    target_first ? replay_target() : replay_draft();
+    target_first ? replay_draft() : replay_target();
+    const auto a = out.read(stream()), x = lse.read(stream()), b = out_d.read(stream()), y = lse_d.read(stream());
+    const auto run_target = [&] {
+      eager->prepare(
+          {.seq_lens = padded, .prefix_lens = {}, .extend_lens = {}, .q_len = q_len, .pages = batch.table.view()});
+      e.run(*eager, rows, out_e, lse_e);
+      const auto o = out_e.read(stream()), l = lse_e.read(stream());
+      ASSERT_EQ(std::memcmp(a.data(), o.data(), o.size()), 0) << "the target, generation " << generation;
+      ASSERT_EQ(std::memcmp(x.data(), l.data(), l.size()), 0) << "the target, generation " << generation;
+    };
+    const auto run_draft = [&] {
+      std::vector<int32_t> lens;
+      for (const int32_t n : kept) lens.push_back(n == 0 ? 0 : n + 1);
+      eager_draft->prepare(
+          {.seq_lens = lens, .prefix_lens = {}, .extend_lens = {}, .q_len = 1, .pages = batch.table.view()});
+      d.run(*eager_draft, kMost, out_e, lse_e);
+      const auto o = out_e.read(stream()), l = lse_e.read(stream());
+      const size_t n = size_t{kMost} * static_cast<size_t>(e.heads);
+      ASSERT_EQ(std::memcmp(b.data(), o.data(), n * kR * 2), 0) << "the draft, generation " << generation;
+      ASSERT_EQ(std::memcmp(y.data(), l.data(), n * 4), 0) << "the draft, generation " << generation;
+    };
+    target_first ? run_target() : run_draft();
+    if (HasFatalFailure()) return;
+    target_first ? run_draft() : run_target();
+    if (HasFatalFailure()) return;
+  }
+  shared.mark(1000);
+  std::string text;
+  try {
+    d.run(*draft, kMost, out_d, lse_d);
+  } catch (const Error& error) {
+    text = error.what();
+  }
+  EXPECT_NE(text.find("the step is stale: it is of generation 60 of the page table, which is of 1000"),
+            std::string::npos)
+      << text;
+  wait();
 }
 
 TEST_P(CudaGraphs, TwentyLaunchesAreTheSameBits) {

@@ -67,6 +67,8 @@ class WaitingBackend final : public AttentionBackend {
   StepTensors step_tensors() const override { return b_->step_tensors(); }
   void capture(const CaptureShape& shape) override { b_->capture(shape); }
   void refresh(const BatchStep& step, int32_t num_requests) override { b_->refresh(step, num_requests); }
+  void capture(const CaptureShape& shape, const SharedPageTable& table) override { b_->capture(shape, table); }
+  void refresh(const SharedStep& step) override { b_->refresh(step); }
   void advance(const DraftAdvance& advance) override { b_->advance(advance); }
   void write(int32_t layer, StepRows rows, const KvRows& kv) override {
     b_->write(layer, rows, kv);

@@ -305,6 +305,276 @@ TEST(AttentionDrafts, NewPagesComeWithTheAdvance) {
   }
 }
 
+// ---- a table that several batches share ----------------------------------------------------------------------------
+
+SharedPageTableOptions table_options(const World& w, int32_t num_requests, int32_t lookahead = 0) {
+  return {.num_requests = num_requests,
+          .max_seq_len = 256,
+          .page_size = w.options.page_size,
+          .num_pages = w.latent->options().num_pages,
+          .lookahead = lookahead};
+}
+
+// Every batch through the table is the batch prepared: growing, shrinking, padded; its rows where an engine's own
+// kernels find them.
+TEST_P(EveryPersistent, ASharedTableIsEager) {
+  for (const AttentionArch arch : {AttentionArch::kMla, AttentionArch::kDsa}) {
+    for (const int32_t q_len : {1, 3}) {
+      SCOPED_TRACE(testing::Message() << to_string(arch) << ", " << q_len << " rows a request");
+      constexpr int32_t kCaptured = 4;
+      World eager = decode_world(options(arch), q_len), shared = decode_world(options(arch), q_len);
+      SharedPageTable table(table_options(shared, kCaptured), shared.memory);
+      shared.backend->capture({.num_requests = kCaptured, .q_len = q_len}, table);
+      set_rows(shared, {}, q_len, kCaptured);
+      const auto before = pool_bytes(shared);
+      (void)run_layers(shared);
+      EXPECT_EQ(pool_bytes(shared), before) << "padding is written nowhere";
+      uint64_t generation = 0;
+      for (const Batch& b : kBatches) {
+        SCOPED_TRACE(testing::Message() << b.requests.size() << " requests");
+        ++generation;
+        const BatchStep step = step_of(shared, b, q_len);
+        EXPECT_TRUE(table.refresh(generation, step.seq_lens, step.pages));
+        shared.backend->refresh({.table = &table, .generation = generation, .q_len = q_len});
+        set_rows(eager, b, q_len, b.requests.size());
+        set_rows(shared, b, q_len, kCaptured);
+        const Outputs mine = run_layers(shared);
+        eager.backend->prepare(step_of(eager, b, q_len));
+        Outputs expected{eager.out(), eager.lse(), eager.out(), {}};
+        if (!b.requests.empty()) expected = run_layers(eager);
+        expect_same(eager, expected, mine);
+        ASSERT_EQ(pool_bytes(shared), pool_bytes(eager)) << "nobody's rows but those of the batch";
+        const StepTensors rows = shared.backend->step_tensors();
+        wait_for_device();
+        const StepPlan& plan = eager.backend->step();
+        ASSERT_EQ(rows.positions.shape[0], int64_t{kCaptured} * q_len);
+        for (int64_t i = 0; i < rows.positions.shape[0]; ++i) {
+          const auto t = static_cast<size_t>(i);
+          const bool real = i < plan.num_rows();
+          EXPECT_EQ(*rows.positions.ptr<int32_t>(i), real ? plan.positions()[t] : 0);
+          EXPECT_EQ(*rows.write_slots.ptr<int32_t>(i), real ? plan.write_slots()[t] : -1);
+          EXPECT_EQ(*rows.row_lens.ptr<int32_t>(i), real ? plan.row_lens()[t] : 0);
+        }
+        EXPECT_EQ(shared.backend->step().lens_known(), test_device().kind == DeviceKind::kCpu);
+      }
+    }
+  }
+}
+
+// A target that verifies four rows a request and its draft that goes on from what was accepted, on backends of their
+// own: the table is filled once a step, whoever comes first, and the results are the same.
+TEST_P(EveryPersistent, TargetAndDraftShareATableInEitherOrder) {
+  const AttentionArch arch = AttentionArch::kDsa;
+  std::vector<Outputs> targets, drafts;
+  World expected = verify_world(options(arch));
+  expected.backend->prepare(expected.step());
+  const Outputs verified = run_layers(expected);
+  const Ints lens{102, 101, 0, 103};  // the third request is padding
+  const Outputs drafted = prepared(expected, {103, 102, 0, 104});
+  for (const bool target_first : {true, false}) {
+    World w = verify_world(options(arch));
+    auto target = w.make_backend(), draft = w.make_backend();
+    SharedPageTable table(table_options(w, 4, 2), w.memory);
+    target->capture({.num_requests = 4, .q_len = 4}, table);
+    draft->capture({.num_requests = 4, .q_len = 1}, table);
+    Tensor accepted(DType::kI32, {4});
+    std::copy(lens.begin(), lens.end(), accepted.view.ptr<int32_t>());
+    const BatchStep step = w.step();
+    const Batch now{{0, 1, 2, 3}, {103, 102, 0, 104}};
+    const std::vector<World::RowId> rows_of_verify = w.rows;
+    const auto run_target = [&](uint64_t generation, bool first) {
+      EXPECT_EQ(table.refresh(generation, step.seq_lens, step.pages), first);
+      target->refresh({.table = &table, .generation = generation, .q_len = 4});
+      w.rows = rows_of_verify;
+      std::swap(w.backend, target);
+      targets.push_back(run_layers(w));
+      std::swap(w.backend, target);
+    };
+    const auto run_draft = [&](uint64_t generation, bool first) {
+      EXPECT_EQ(table.refresh(generation, step.seq_lens, step.pages), first);
+      draft->refresh({.table = &table, .generation = generation, .q_len = 1, .seq_lens = accepted.view, .steps = 1});
+      set_rows(w, now, 1, 4);
+      std::swap(w.backend, draft);
+      drafts.push_back(run_layers(w));
+      std::swap(w.backend, draft);
+    };
+    run_target(1, true);  // what the draft reads is there in both orders
+    drafts.clear();
+    for (uint64_t generation = 2; generation < 4; ++generation) {
+      if (target_first) {
+        run_target(generation, true);
+        run_draft(generation, false);
+      } else {
+        run_draft(generation, true);
+        run_target(generation, false);
+      }
+    }
+    for (const Outputs& o : targets) expect_same(expected, verified, o);
+    targets.clear();
+    for (const Outputs& o : drafts) {
+      EXPECT_TRUE(same_bits(o.dense, drafted.dense));
+      EXPECT_TRUE(same_bits(o.sparse, drafted.sparse));
+      EXPECT_EQ(o.lists, drafted.lists);
+    }
+  }
+}
+
+// Lengths that a kernel of the caller's has put into the table: here the CPU poses as it.
+TEST_P(EveryPersistent, LengthsMayBeWrittenInPlace) {
+  World w = verify_world(options(AttentionArch::kMla)), expected = verify_world(options(AttentionArch::kMla));
+  expected.backend->prepare(expected.step());
+  (void)run_layers(expected);
+  SharedPageTable table(table_options(w, 4), w.memory);
+  w.backend->capture({.num_requests = 4, .q_len = 4}, table);
+  w.backend->capture({.num_requests = 4, .q_len = 1}, table);
+  ASSERT_TRUE(table.refresh(1, w.step().seq_lens, w.table->view()));
+  w.backend->refresh({.table = &table, .generation = 1, .q_len = 4});
+  (void)run_layers(w);
+  uint64_t generation = 1;
+  for (const Ints& lens : {Ints{102, 101, 104, 103}, Ints{103, 0, 104, 104}, Ints{100, 100, 100, 100}}) {
+    wait_for_device();
+    std::copy(lens.begin(), lens.end(), table.seq_lens().ptr<int32_t>());
+    table.mark(++generation);
+    w.backend->refresh({.table = &table, .generation = generation});
+    set_rows(w, {{0, 1, 2, 3}, lens}, 1, 4);
+    const Outputs mine = run_layers(w);
+    expect_same(w, prepared(expected, lens), mine);
+    EXPECT_EQ(pool_bytes(w), pool_bytes(expected));
+  }
+}
+
+TEST(AttentionSharedTable, AStaleUseIsAnError) {
+  for (const AttentionArch arch : {AttentionArch::kMla, AttentionArch::kDsa}) {
+    World w = verify_world({.arch = arch});
+    SharedPageTable table(table_options(w, 4), w.memory);
+    AttentionBackend& b = *w.backend;
+    b.capture({.num_requests = 4, .q_len = 4}, table);
+    const BatchStep step = w.step();
+    ASSERT_TRUE(table.refresh(5, step.seq_lens, step.pages));
+    // Since the capture the table is another one: nobody has refreshed the backend.
+    const std::string stale = "the step is stale: it is of generation 0 of the page table, which is of 5 now";
+    EXPECT_TRUE(has(error_of([&] { (void)b.step(); }), stale));
+    b.refresh({.table = &table, .generation = 5, .q_len = 4});
+    const Tensor q = w.q_absorbed(), out = w.out(), iq = w.index_q(), weights = w.index_weights();
+    const World::Kv kv = w.kv(0);
+    SelectionBuffer buffer(w.options.topk, false);
+    buffer.reserve(w.num_rows());
+    const TopKSelection s = buffer.view(w.num_rows());
+    const std::vector<std::pair<const char*, std::function<void()>>> calls{
+        {"attend",
+         [&] {
+           b.attend({.layer = 0,
+                     .q = q.view,
+                     .write = AlreadyWritten{},
+                     .selection = AttendAll{},
+                     .out = out.view,
+                     .lse = {}});
+         }},
+        {"write", [&] { b.write(0, StepRows::kAll, kv.rows()); }},
+        {"step", [&] { (void)b.step(); }},
+        {"step_tensors", [&] { (void)b.step_tensors(); }},
+        {"select", [&] {
+           if (arch == AttentionArch::kDsa)
+             b.select({.layer = 0, .q = iq.view, .weights = weights.view, .write = kv.rows(), .out = s});
+           else (void)b.step();
+         }}};
+    for (const auto& [name, call] : calls) EXPECT_EQ(error_of(call), "") << name;
+    const auto before = pool_bytes(w);
+    table.mark(6);
+    for (const auto& [name, call] : calls)
+      EXPECT_TRUE(has(error_of(call), "the step is stale: it is of generation 5 of the page table, which is of 6 now"))
+          << name;
+    EXPECT_EQ(pool_bytes(w), before) << "and nothing is written";
+    EXPECT_TRUE(has(error_of([&] { b.refresh({.table = &table, .generation = 5, .q_len = 4}); }),
+                    "refresh] generation is 5; accepted: that of the page table, 6"));
+    b.refresh({.table = &table, .generation = 6, .q_len = 4});
+    for (const auto& [name, call] : calls) EXPECT_EQ(error_of(call), "") << name;
+  }
+}
+
+TEST(AttentionSharedTable, NamesWhatIsWrong) {
+  const auto made = [](const SharedPageTableOptions& o) { return error_of([&] { SharedPageTable t(o); }); };
+  EXPECT_TRUE(has(made({.num_requests = 0, .max_seq_len = 9}), "[SharedPageTable] num_requests is 0"));
+  EXPECT_TRUE(has(made({.num_requests = 1, .max_seq_len = 9, .page_size = 0}), "page_size is 0"));
+  EXPECT_TRUE(has(made({.num_requests = 1, .max_seq_len = 0}), "max_seq_len is 0; accepted: 1 to 2147483647"));
+  EXPECT_TRUE(has(made({.num_requests = 1, .max_seq_len = 9, .num_pages = -1}), "num_pages is -1"));
+  EXPECT_TRUE(has(made({.num_requests = 1, .max_seq_len = 9, .lookahead = -1}), "lookahead is -1"));
+  World w = verify_world({});
+  SharedPageTable table(table_options(w, 4, 100), w.memory), other(table_options(w, 4), w.memory);
+  const auto refresh = [&](uint64_t generation, const Ints& lens, const PageTableView& pages) {
+    return error_of([&] { table.refresh(generation, lens, pages); });
+  };
+  const PageTableView pages = w.table->view();
+  EXPECT_TRUE(has(refresh(0, {1}, pages), "generation is 0; accepted: that of the table, 0, or more"));
+  EXPECT_TRUE(has(refresh(1, Ints(5, 1), pages), "seq_lens has 5 entries; accepted: at most num_requests, 4"));
+  EXPECT_TRUE(has(refresh(1, {1, -1}, pages), "seq_lens[1] is -1; accepted: 0 to max_seq_len, 256"));
+  EXPECT_TRUE(has(refresh(1, {257}, pages), "seq_lens[0] is 257"));
+  PageTableView narrow = pages;
+  narrow.pages.shape[1] = 2;
+  EXPECT_TRUE(has(refresh(1, {104}, narrow),
+                  "request 0 has 104 tokens and 100 of lookahead; its row of the page table reaches 128"));
+  w.table->set_row(2, Ints{1, 1 << 20});
+  EXPECT_TRUE(has(refresh(1, {20, 20, 10}, pages), "page 1 of request 2 is 1048576; accepted: 0 to"));
+  EXPECT_EQ(table.generation(), 0u) << "as it was";
+  EXPECT_EQ(*table.seq_lens().ptr<int32_t>(0), 0);
+  EXPECT_EQ(refresh(7, {20, 20}, pages), "");
+  EXPECT_EQ(refresh(7, Ints(9, -1), {}), "") << "it is done: nothing is looked at";
+  EXPECT_TRUE(has(refresh(6, {20}, pages), "generation is 6; accepted: that of the table, 7, or more"));
+  EXPECT_TRUE(has(error_of([&] { table.mark(7); }), "generation is 7; accepted: more than that of the table, 7"));
+  EXPECT_EQ(*table.pages().pages.ptr<int32_t>(1, 1), w.table->row(1)[1]) << "what the lookahead needs";
+  EXPECT_EQ(*table.pages().pages.ptr<int32_t>(2, 0), 0);
+
+  AttentionBackend& b = *w.backend;
+  const auto capture = [&](const CaptureShape& s, const SharedPageTable& t) {
+    return error_of([&] { b.capture(s, t); });
+  };
+  EXPECT_TRUE(has(capture({.num_requests = 3}, table), "num_requests is 3; the page table is one of 4"));
+  SharedPageTableOptions o = table_options(w, 4);
+  o.page_size = 32;
+  SharedPageTable pages32(o);
+  EXPECT_TRUE(has(capture({.num_requests = 4}, pages32), "the page table has pages of 32 tokens; accepted: 64"));
+  o = table_options(w, 4);
+  ++o.num_pages;
+  SharedPageTable large(o);
+  EXPECT_TRUE(has(capture({.num_requests = 4}, large), "the page table is for 13 pages; accepted: at most 12"));
+  EXPECT_EQ(capture({.num_requests = 4}, table), "");
+  EXPECT_EQ(b.step().capture_shape().max_seq_len, 256) << "no more than the table has";
+  EXPECT_TRUE(has(capture({.num_requests = 4}, other), "of 4 requests of 1 rows is captured with another page table"));
+  EXPECT_TRUE(has(error_of([&] { b.capture({.num_requests = 4, .max_seq_len = 256}); }),
+                  "of 4 requests of 1 rows is captured with another page table"));
+  b.capture({.num_requests = 4, .q_len = 2, .max_seq_len = 256});
+  EXPECT_TRUE(has(capture({.num_requests = 4, .q_len = 2}, table), "is captured without a shared page table"));
+  const auto shared = [&](const SharedStep& s) { return error_of([&] { b.refresh(s); }); };
+  EXPECT_TRUE(has(shared({}), "[mla refresh] table is null"));
+  EXPECT_TRUE(has(shared({.table = &other}), "of 4 requests of 1 rows is captured with another page table"));
+  EXPECT_TRUE(has(shared({.table = &table, .q_len = 2}), "of 4 requests of 2 rows is captured without a shared"));
+  EXPECT_TRUE(has(shared({.table = &table, .q_len = 3}), "a batch of 4 requests of 3 rows was never captured"));
+  EXPECT_TRUE(has(shared({.table = &table, .generation = 8}), "generation is 8; accepted: that of the page table, 7"));
+  EXPECT_TRUE(has(shared({.table = &table, .generation = 7, .steps = -1}), "steps is -1; accepted: 0 and more"));
+  EXPECT_TRUE(has(shared({.table = &table, .generation = 7, .decode_bound = RowBound::kUniformBlock}),
+                  "decode_bound is uniform_block; the captured batch has causal_full"));
+  Ints lens(8, 1);
+  EXPECT_TRUE(has(shared({.table = &table, .generation = 7, .seq_lens = gannet::view(lens.data(), {3})}),
+                  "seq_lens is int32[3] strides [1] on cpu; accepted: int32 [4]"));
+  TensorView strided = gannet::view(lens.data(), {4});
+  strided.stride[0] = 2;
+  EXPECT_TRUE(has(shared({.table = &table, .generation = 7, .seq_lens = strided}), "accepted: packed, on cpu"));
+  lens[1] = -1;
+  EXPECT_TRUE(has(shared({.table = &table, .generation = 7, .seq_lens = gannet::view(lens.data(), {4})}),
+                  "seq_lens[1] is -1 and steps 0"));
+  EXPECT_EQ(shared({.table = &table, .generation = 7}), "");
+  EXPECT_TRUE(
+      has(error_of([&] { b.advance({}); }), "the step is one of a shared page table; accepted: refresh from it"));
+  EXPECT_TRUE(
+      has(error_of([&] { b.refresh(BatchStep{}, 4); }), "captured with a shared page table; accepted: a Shared"));
+  w.table->set_row(2, Ints{1, 2});
+  b.refresh({.seq_lens = Ints(4, 5), .prefix_lens = {}, .extend_lens = {}, .q_len = 2, .pages = pages}, 4);
+  EXPECT_TRUE(has(error_of([&] { b.advance({}); }), "of 4 requests of 1 row is captured with a shared page table"));
+  const auto fresh = make_attention_backend(w.context, w.config());
+  EXPECT_TRUE(has(error_of([&] { fresh->refresh({.table = &table}); }), "[mla refresh] no caches are bound"));
+  EXPECT_TRUE(has(error_of([&] { fresh->capture({.num_requests = 4}, table); }), "[mla capture] no caches are bound"));
+}
+
 // ---- what is refused ----------------------------------------------------------------------------------------------
 
 TEST(AttentionPersistent, CallsOutOfOrder) {
