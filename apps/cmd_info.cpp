@@ -10,6 +10,8 @@
 #include <thread>
 
 #include "cli.h"
+#include "core/workspaces.h"
+#include "gannet/cuda.h"
 #include "model/tokenizer.h"
 
 namespace gannet::cli {
@@ -41,6 +43,13 @@ Json machine_json(const MachineOptions& machine_options) {
   out["gemm_library"] = Projector::gemm_library();
   for (const ImplInfo& i : list_all_implementations())
     out["implementations"][i.op].push_back({{"name", i.name}, {"runs_here", i.runs_here}});
+  std::string why;
+  const int num_cuda = cuda_device_count(&why);
+  out["cuda"] = num_cuda > 0
+                    ? fmt::format("{} device{}, the first: {}", num_cuda, num_cuda > 1 ? "s" : "", cuda_device_name())
+                    : "no device: " + why;
+  for (const WorkspaceSize& w : decode_workspaces(machine.context))
+    out["workspaces"][w.op][w.format].push_back({{"name", w.impl}, {"bytes", w.bytes}});
   const AttentionRegistry registry = AttentionRegistry::builtin();
   for (const AttentionBackendEntry& e : registry.entries()) {
     Json archs = Json::array();
@@ -127,6 +136,7 @@ void print_machine(const Json& machine) {
   Table t;
   t.row("gannet", value_text(machine["version"]));
   t.row("CPU", value_text(machine["cpu"]));
+  t.row("CUDA", value_text(machine["cuda"]));
   t.row("threads", value_text(machine["threads"]));
   t.row("projections",
         fmt::format("{}; GEMM library {}", value_text(machine["projections"]), value_text(machine["gemm_library"])));
@@ -147,6 +157,21 @@ void print_machine(const Json& machine) {
     ops.row("  " + op, text);
   }
   std::printf("%s", ops.text().c_str());
+  Table workspaces;
+  for (const auto& [op, formats] : machine["workspaces"].items()) {
+    for (const auto& [format, list] : formats.items()) {
+      std::string text;
+      for (const Json& i : list)
+        text += fmt::format("{}{} {:.1f}", text.empty() ? "" : ", ", value_text(i["name"]),
+                            static_cast<double>(i["bytes"].get<size_t>()) / (1 << 20));
+      workspaces.row("  " + op + " " + format, text);
+    }
+  }
+  std::printf(
+      "\nMiB of scratch of a decode step: 256 requests of 2 rows, 128 heads, lists of 2,048, any context up to "
+      "1,048,576 "
+      "(index_select keeps scores of as many rows as 32 MiB hold; index_logits writes to the caller's tensor)\n%s",
+      workspaces.text().c_str());
 }
 
 void run_info(const InfoOptions& o) {

@@ -64,11 +64,11 @@ struct ImplInfo {
   std::string op;    ///< "mla_decode"
   std::string name;  ///< "avx512_bf16"
   DeviceKind device;
-  bool runs_here;        ///< the machine has what it needs and it was compiled
+  bool runs_here;        ///< the machine has what it needs
   bool batch_invariant;  ///< see PlanOptions
 };
 
-/// All implementations of one operation in order of preference; the fp64 oracle "ref" is last and only runs when
+/// All implementations of one operation in this build in order of preference; the fp64 oracle "ref" is last and only runs when
 /// forced.
 template <class Params>
 GANNET_API std::vector<ImplInfo> list_implementations();

@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <cstring>
 #include <random>
+#include <set>
 #include <vector>
 
+#include "core/workspaces.h"
 #include "gannet/attention.h"
 #include "gannet/cuda.h"
 #include "gannet/kv_pool.h"
@@ -606,6 +608,19 @@ TEST_F(CudaBackends, PagesTravelThroughTheHost) {
   copy_slots(b, moves, stream());
   export_pages(b, std::vector<int32_t>{12, 8, 9}, back, stream());
   EXPECT_EQ(shipped, back);
+}
+
+// What `gannet info` prints: at most 128 MiB for 256 requests of two rows and 128 heads, whatever the context.
+TEST_F(CudaBackends, ScratchOfTheLargestDecodeIsBounded) {
+  std::set<std::string> seen;
+  for (const WorkspaceSize& w : decode_workspaces(Context{})) {
+    std::printf("%s %s %s: %.1f MiB\n", w.op.c_str(), w.format.c_str(), w.impl.c_str(),
+                static_cast<double>(w.bytes) / (1 << 20));
+    if (w.impl.rfind("cuda_", 0) != 0) continue;
+    seen.insert(w.op + " " + w.format);
+    EXPECT_LE(w.bytes, size_t{128} << 20) << w.op << " " << w.format << " " << w.impl;
+  }
+  EXPECT_EQ(seen.size(), 7u);  // three formats of both attentions, and selection
 }
 
 TEST_F(CudaBackends, MemoryThatIsNotThereIsRefused) {
