@@ -273,15 +273,16 @@ class GANNET_API AttentionBackend {
   virtual void refresh(const BatchStep& step, int32_t num_requests) = 0;
 
   /// The same with a page table and lengths that the batch shares with others, such as a target with its draft
-  /// (gannet/shared_page_table.h), which outlives the backend or its next bind. One table a shape, for good.
-  virtual void capture(const CaptureShape& shape, const SharedPageTable& table) = 0;
+  /// (gannet/shared_page_table.h), which outlives the backend or its next bind. One table a shape, for good. Throws
+  /// kUnsupported unless the backend overrides both, as those of this library do.
+  virtual void capture(const CaptureShape& shape, const SharedPageTable& table);
   /// Makes the step that the table is of the current one, in the plan captured with it for (num_requests of the table,
   /// q_len). On a CUDA device lengths and pages are read there, in the order of the stream: one kernel, no copy, no
   /// wait, and it may be captured into a graph in front of the layers; step().lens_known() is false then, and what
   /// depends on lengths on the host is bounded by the max_seq_len of table and batch. On the CPU they are read now.
   /// Throws for a table that is of another generation than the step. As soon as it is, every call but those that make
   /// another step the current one throws too: the step is stale.
-  virtual void refresh(const SharedStep& step) = 0;
+  virtual void refresh(const SharedStep& step);
 
   /// Makes the next step of a draft the current one (DraftAdvance). After a refresh it goes into the plan captured for
   /// (num_requests, 1). Throws where there is no step, or an idle one, to go on from; then, and for arguments that are

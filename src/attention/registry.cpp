@@ -41,6 +41,14 @@ const char* to_string(LayerRecord r) noexcept {
 
 AttentionBackend::~AttentionBackend() = default;
 
+void AttentionBackend::capture(const CaptureShape&, const SharedPageTable&) {
+  fail(ErrorCode::kUnsupported, name(), "the backend takes no shared page table; accepted: capture without one");
+}
+
+void AttentionBackend::refresh(const SharedStep&) {
+  fail(ErrorCode::kUnsupported, name(), "the backend takes no shared page table; accepted: refresh without one");
+}
+
 AttentionRegistry AttentionRegistry::builtin() {
   AttentionRegistry r;
   r.add({.name = "mla",
