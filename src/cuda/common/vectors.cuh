@@ -1,4 +1,5 @@
-// Eight neighbouring values as one access of a thread: 16 bytes of bf16, 8 of e4m3, twice 16 of fp32.
+// Eight neighbouring values as one access of a thread: 16 bytes of bf16, 8 of e4m3, twice 16 of fp32. Stores to global
+// memory, by __stwb: nvcc takes a plain store of selected values apart into four.
 #pragma once
 
 #include <cstring>
@@ -9,13 +10,18 @@ namespace gannet {
 inline namespace v0 {
 namespace cuda {
 
-/// Two values as bf16, as float_to_bf16 has them. The instruction has another NaN.
-__device__ inline uint32_t pack_bf16(float low, float high) {
-  if (isnan(low) || isnan(high)) return float_to_bf16(low) | static_cast<uint32_t>(float_to_bf16(high)) << 16;
+/// Two values as bf16 by the instruction, which writes another NaN than float_to_bf16.
+__device__ inline uint32_t pack_bf16_numbers(float low, float high) {
   const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
   uint32_t bits;
   memcpy(&bits, &both, sizeof bits);
   return bits;
+}
+
+/// Two values as bf16, as float_to_bf16 has them.
+__device__ inline uint32_t pack_bf16(float low, float high) {
+  if (isnan(low) || isnan(high)) return float_to_bf16(low) | static_cast<uint32_t>(float_to_bf16(high)) << 16;
+  return pack_bf16_numbers(low, high);
 }
 
 /// Two values as e4m3, as float_to_e4m3 has them: the instruction of sm_89 and newer writes the same NaN.
@@ -38,8 +44,8 @@ struct Eight<float> {
     return {reinterpret_cast<const uint4*>(p)[0], reinterpret_cast<const uint4*>(p)[1]};
   }
   __device__ void store(void* p) const {
-    reinterpret_cast<uint4*>(p)[0] = low;
-    reinterpret_cast<uint4*>(p)[1] = high;
+    __stwb(reinterpret_cast<uint4*>(p), low);
+    __stwb(reinterpret_cast<uint4*>(p) + 1, high);
   }
   __device__ void expand(float (&x)[8]) const {
     const uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -56,7 +62,7 @@ template <>
 struct Eight<uint16_t> {
   uint4 all;
   __device__ static Eight load(const void* p) { return {*reinterpret_cast<const uint4*>(p)}; }
-  __device__ void store(void* p) const { *reinterpret_cast<uint4*>(p) = all; }
+  __device__ void store(void* p) const { __stwb(reinterpret_cast<uint4*>(p), all); }
   __device__ void expand(float (&x)[8]) const {
     const uint32_t w[4] = {all.x, all.y, all.z, all.w};
 #pragma unroll
@@ -67,37 +73,42 @@ struct Eight<uint16_t> {
   }
   __device__ static Eight pack(const float (&x)[8]) {
     uint32_t w[4];
+    bool any_nan = false;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = pack_bf16(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < 8; ++i) any_nan |= isnan(x[i]);
+    if (any_nan) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) w[i] = pack_bf16(x[2 * i], x[2 * i + 1]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) w[i] = pack_bf16_numbers(x[2 * i], x[2 * i + 1]);
+    }
     return {{w[0], w[1], w[2], w[3]}};
   }
 };
 
 template <>
 struct Eight<uint8_t> {
-  uint32_t low, high;  // rows of some formats are aligned to 4 bytes only
+  uint32_t low, high;
   __device__ static Eight load(const void* p) {
-    if (reinterpret_cast<uintptr_t>(p) % 8 == 0) {
-      const uint2 both = *reinterpret_cast<const uint2*>(p);
-      return {both.x, both.y};
-    }
-    return {reinterpret_cast<const uint32_t*>(p)[0], reinterpret_cast<const uint32_t*>(p)[1]};
+    const uint2 both = *reinterpret_cast<const uint2*>(p);
+    return {both.x, both.y};
   }
-  __device__ void store(void* p) const {
-    if (reinterpret_cast<uintptr_t>(p) % 8 == 0) {
-      *reinterpret_cast<uint2*>(p) = {low, high};
-    } else {
-      reinterpret_cast<uint32_t*>(p)[0] = low;
-      reinterpret_cast<uint32_t*>(p)[1] = high;
-    }
-  }
+  __device__ void store(void* p) const { __stwb(reinterpret_cast<uint2*>(p), make_uint2(low, high)); }
   __device__ void expand(float (&x)[8]) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // by way of half, which holds every e4m3 value; NaN as e4m3_to_float has it
+    for (int i = 0; i < 4; ++i) {  // by way of half, which holds every e4m3 value
       const auto pair = static_cast<__nv_fp8x2_storage_t>((i < 2 ? low : high) >> (16 * (i % 2)));
       const float2 two = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
-      x[2 * i] = isnan(two.x) ? __uint_as_float(0x7fc00000u) : two.x;
-      x[2 * i + 1] = isnan(two.y) ? __uint_as_float(0x7fc00000u) : two.y;
+      x[2 * i] = two.x;
+      x[2 * i + 1] = two.y;
+    }
+    // NaN as e4m3_to_float has it. A byte of magnitude 0x7f carries into its top bit; no other does.
+    constexpr uint32_t kMagnitude = 0x7f7f7f7fu, kOnes = 0x01010101u;
+    if ((((low & kMagnitude) + kOnes) | ((high & kMagnitude) + kOnes)) & ~kMagnitude) {
+#pragma unroll
+      for (float& y : x)
+        if (isnan(y)) y = __uint_as_float(0x7fc00000u);
     }
   }
   __device__ static Eight pack(const float (&x)[8]) {
@@ -107,6 +118,24 @@ struct Eight<uint8_t> {
     return {w[0], w[1]};
   }
 };
+
+/// Eight values from or to a place that is aligned to 4 bytes only, as rows of some formats and widths are.
+template <class E>
+__device__ E load_words(const void* p) {
+  uint32_t w[sizeof(E) / 4];
+#pragma unroll
+  for (size_t i = 0; i < sizeof(E) / 4; ++i) w[i] = static_cast<const uint32_t*>(p)[i];
+  E e;
+  memcpy(&e, w, sizeof e);
+  return e;
+}
+template <class E>
+__device__ void store_words(void* p, const E& e) {
+  uint32_t w[sizeof(E) / 4];
+  memcpy(w, &e, sizeof e);
+#pragma unroll
+  for (size_t i = 0; i < sizeof(E) / 4; ++i) static_cast<uint32_t*>(p)[i] = w[i];
+}
 
 /// Single values of these types as fp32.
 __device__ inline float load_value(const float* p, int64_t i) { return p[i]; }

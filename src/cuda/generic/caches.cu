@@ -1,13 +1,31 @@
-// Cache writes and gathers. All move bytes: a warp serves a latent row of 576 values, half a warp an index key of 128,
-// eight values (16 bytes of bf16) an access, so that a warp asks for up to 1.5 KB before the first answer. A
-// multiprocessor holds 64 warps; 65,536 rows of bf16 read and written are 151 MB, 36 us at a copy's 4.2 TB/s.
+// Cache writes and gathers: rows outside (latent | rope, or an index key) to and from rows of a cache, by slot.
 //
-// Divisions by a scale are rounded once, as the contract says (gannet/ops.h); by a power of two they are products.
+// Bytes. Bound by memory: a latent row of 576 bf16 values is 1,152 bytes outside and 1,152 (bf16), 576 (e4m3) or 656
+// (packed) in the cache; an index key 256 and 132. At 4.46 TB/s, an H200's copy, a multiprocessor has 95 cycles for a
+// row of packed bytes and 22 for an e4m3 index key, so instructions count too: 380 and 86 of a warp's.
+//
+// Work in flight. 4.46 TB/s over some 800 ns under load are 27 KB a multiprocessor, reads and writes together. A warp
+// serves kRows rows (4 latent rows, 8 index keys) and asks for all their values, 9 or 4 accesses of 16 bytes a lane,
+// before it looks at the first: 4.6 and 2 KB a warp, six and thirteen warps' worth. When it writes it does not wait for
+// the slots either. Lane i works out where the i-th row lies (a division and four products); the others ask it. Rope
+// values of four rows fill a warp's access, as those of one would not.
+//
+// Arithmetic. Values are divided by a scale with one rounding, as the contract says (gannet/ops.h). By a power of two
+// it is a product. By another number d, for bf16 values y, three instructions: with r = 1 / d rounded, q = y r,
+// q - (q d - y) r (so written -0 stays -0). That is y / d rounded for every bf16 y and every fp32 d within range (all
+// 2^7 * 2^23 pairs of significands tried); the general division is ten. power_of_two_above(a / 448), for the same
+// reason, needs no division: 448 is 1.75 * 2^8, and no fp32 above 1.75 * 2^k has a quotient that rounds to 2^(k-8).
+//
+// Widths other than 512 + 64 and 128, fp32 rows, and what else the fixed kernels leave out run through the same code
+// with widths that are arguments, kBatch accesses at a time.
+#include <limits>
+#include <type_traits>
+
 #include "cuda/common/check.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/vectors.cuh"
-#include "cuda/common/views.cuh"
 #include "cuda/generic/set.h"
+#include "gannet/kv_cache.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -16,37 +34,77 @@ namespace generic {
 
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kLatentLanes = 32, kIndexLanes = 16;  // threads of a row
-constexpr int kGroup = 128;                         // latent values of a scale of a packed row
-constexpr float kLargest = 448.0f;                  // of e4m3
+constexpr int kThreads = 128, kWarps = kThreads / 32;
+constexpr int kGroup = 128;         // latent values of a scale of a packed row
+constexpr float kLargest = 448.0f;  // of e4m3
 constexpr uint32_t kAll = 0xffffffffu;
 
-/// Slots given as int32 or int64.
-struct Slots {
-  const void* data;
-  bool wide;
+/// How rows lie in a cache; index keys are rows without rope.
+enum class Layout : uint8_t { kF32, kBf16, kE4m3, kPacked, kPlanar };
+
+/// Scales of planar rows.
+enum class ScaleRule : uint8_t { kToken, kIndex, kIndexPowerOfTwo };
+
+struct Rows {
+  void *latent, *rope;  // outside: fp32 or bf16
+  int64_t latent_stride, rope_stride;
+  const void* slots;
+  bool wide_slots;  // int64, else int32
   int64_t count;
-  __device__ int64_t operator[](int64_t i) const {
-    return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
-  }
+  unsigned char* cache;
+  int64_t page_stride, row_stride, num_slots;
+  int32_t page_size, dim, rope_dim;
+  float scale, inverse;  // kE4m3
+  ScaleRule rule;
 };
-Slots make_slots(const TensorView& v) { return {v.data, v.dtype == DType::kI64, v.shape[0]}; }
 
-struct Matrix {
-  void* data;
-  int64_t row_stride;
-  template <class T>
-  __device__ T* row(int64_t t) const {
-    return static_cast<T*>(data) + t * row_stride;
-  }
+/// Widths that the compiler knows, and rows for a warp such that each access of a warp is full.
+template <int kDim, int kRope>
+struct Fixed {
+  static constexpr bool kKnown = true;
+  using Stride = int32_t;  // of rows outside, in values
+  static constexpr int kRows = kRope == 0 ? 8 : 4;
+  static constexpr int kLatentEights = kDim / 8;
+  static constexpr int kBatch = kRows * (kDim + kRope) / 8 / 32;
+  static_assert(kRows * kDim % 256 == 0 && kRows * kRope % 256 == 0);
+  __device__ static constexpr int dim(const Rows&) { return kDim; }
+  __device__ static constexpr int rope_dim(const Rows&) { return kRope; }
 };
-Matrix make_matrix(const TensorView& v) { return {v.data, v.stride[0]}; }
+/// Any others.
+struct Any {
+  static constexpr bool kKnown = false;
+  using Stride = int64_t;
+  static constexpr int kRows = 4;
+  static constexpr int kBatch = 4;
+  __device__ static int dim(const Rows& a) { return a.dim; }
+  __device__ static int rope_dim(const Rows& a) { return a.rope_dim; }
+};
 
-/// 2^ceil(log2(x)) for positive normal x: the exponent, one more where the mantissa is not zero.
-__device__ float power_of_two_above(float x) {
-  const uint32_t u = __float_as_uint(x);
-  return __uint_as_float((u & 0x7f800000u) + ((u & 0x007fffffu) != 0 ? 0x00800000u : 0u));
+/// The values of a layout, and whether they lie at multiples of their size. Rows of the last two layouts begin at
+/// multiples of 4 bytes, but for the fixed widths.
+template <Layout kLayout>
+struct StoredType {
+  using Type = uint8_t;
+};
+template <>
+struct StoredType<Layout::kF32> {
+  using Type = float;
+};
+template <>
+struct StoredType<Layout::kBf16> {
+  using Type = uint16_t;
+};
+template <Layout kLayout>
+constexpr bool kHasScales = kLayout == Layout::kPacked || kLayout == Layout::kPlanar;
+template <Layout kLayout, class W, class E>
+__device__ E load_stored(const void* p) {
+  if constexpr (kHasScales<kLayout> && !W::kKnown) return load_words<E>(p);
+  else return E::load(p);
+}
+template <Layout kLayout, class W, class E>
+__device__ void store_stored(void* p, const E& e) {
+  if constexpr (kHasScales<kLayout> && !W::kKnown) store_words(p, e);
+  else e.store(p);
 }
 
 /// 1 / x, exact, for a power of two between 2^-126 and 2^126; 0 for infinity.
@@ -54,6 +112,64 @@ __device__ float inverse_power_of_two(float x) {
   const uint32_t u = __float_as_uint(x);
   return __uint_as_float(u == 0x7f800000u ? 0u : (254u << 23) - u);
 }
+
+/// 2^ceil(log2(a / 448)), the quotient rounded to fp32, for a from 2^-100 to infinity.
+__device__ float power_of_two_above_quotient(float a) {
+  const uint32_t u = __float_as_uint(a);
+  const uint32_t exponent = (u & 0x7f800000u) - (8u << 23);  // 448 = 1.75 * 2^8
+  return __uint_as_float(u == 0x7f800000u ? u : exponent + ((u & 0x007fffffu) > 0x00600000u ? 0x00800000u : 0u));
+}
+
+__device__ float packed_scale(float amax) {
+  constexpr float kFloor = 0x1p-13f;  // the power of two above 1e-4
+  return amax < kFloor ? kFloor : fmaxf(power_of_two_above_quotient(amax), kFloor);
+}
+
+__device__ float planar_scale(ScaleRule rule, float amax) {
+  switch (rule) {
+    case ScaleRule::kToken: return __fdiv_rn(fmaxf(amax, 1e-26f), kLargest);
+    case ScaleRule::kIndex: return __fdiv_rn(fmaxf(amax, 1e-10f), kLargest);
+    case ScaleRule::kIndexPowerOfTwo: break;
+  }
+  return power_of_two_above_quotient(fmaxf(amax, 1e-4f));
+}
+
+/// y / d rounded once, for y that bf16 holds, d between 2^-60 and 2^100, r = 1 / d rounded and a quotient of at most
+/// 2^20. Below 2^-60 the remainder of a quotient that matters, from 2^-11, could lose bits.
+constexpr float kLeastDivisor = 0x1p-60f, kMostDivisor = 0x1p100f;
+__device__ float quotient(float y, float d, float r) {
+  const float q = y * r;
+  return fmaf(-fmaf(q, d, -y), r, q);
+}
+
+/// Divides latent values, of magnitude up to 448 d or not finite, by the scale of their planar row.
+class RowDivisor {
+ public:
+  __device__ RowDivisor() : d_(0.0f), r_(0.0f), lift_(1.0f) {}
+  __device__ explicit RowDivisor(float d) {
+    lift_ = d < kLeastDivisor ? 0x1p60f : 1.0f;  // of both: the quotient stays
+    d_ = d * lift_;
+    r_ = __frcp_rn(d_);
+    if (d == INFINITY) d_ = r_ = 0.0f;  // a finite value gives a zero of its sign, others NaN
+  }
+  /// That of lane `from`; all lanes take part.
+  __device__ RowDivisor of_lane(int from) const {
+    RowDivisor other;
+    other.d_ = __shfl_sync(kAll, d_, from);
+    other.r_ = __shfl_sync(kAll, r_, from);
+    other.lift_ = __shfl_sync(kAll, lift_, from);
+    return other;
+  }
+  template <class T>
+  __device__ float divide(float y) const {
+    if constexpr (sizeof(T) == 2) return quotient(y * lift_, d_, r_);
+    // As in the other case: 0 stands for infinity.
+    return d_ == 0.0f ? y * 0.0f : __fdiv_rn(y * lift_, d_);
+  }
+
+ private:
+  float d_, r_, lift_;
+};
 
 /// Largest value of a group of kLanes neighbouring lanes; all 32 take part.
 template <int kLanes>
@@ -71,406 +187,395 @@ __device__ float magnitude(const float (&x)[8]) {
   return m;
 }
 
-/// Where a slot lies. Slots below 2^32, which is to say all but those of huge pools, are divided in 32 bits.
+/// What a warp has to do. Its rows' values are one list of eights: those of the latent parts, row by row, then those of
+/// the rope parts. A lane has every 32nd.
+template <class T, class W>
+class WarpRows {
+ public:
+  __device__ explicit WarpRows(const Rows& a) : a_(a) {
+    first_ = (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32) * W::kRows;
+    const int64_t left = a.count - first_;
+    rows_ = left < W::kRows ? static_cast<int>(left) : W::kRows;
+    latent_ = static_cast<T*>(a.latent) + first_ * a.latent_stride;
+    rope_ = static_cast<T*>(a.rope) + first_ * a.rope_stride;
+  }
+  __device__ int rows() const { return rows_; }  // not positive: none
+  __device__ static uint32_t lane() { return threadIdx.x % 32; }
+  __device__ uint32_t latent_eights() const { return W::dim(a_) / 8u; }
+  __device__ uint32_t num_eights() const { return W::kRows * (W::dim(a_) + W::rope_dim(a_)) / 8u; }
+
+  struct Piece {
+    int row, eight;
+    bool rope;
+  };
+  __device__ Piece piece(uint32_t i) const {
+    const uint32_t eights = latent_eights(), latents = W::kRows * eights;
+    if (i < latents) return {static_cast<int>(i / eights), static_cast<int>(i % eights), false};
+    const uint32_t rope_eights = max(W::rope_dim(a_) / 8u, 1u), j = i - latents;
+    return {static_cast<int>(j / rope_eights), static_cast<int>(j % rope_eights), true};
+  }
+  __device__ T* outside(const Piece& p) const {
+    using Stride = typename W::Stride;
+    return p.rope ? rope_ + static_cast<int64_t>(p.row) * static_cast<Stride>(a_.rope_stride) + 8 * p.eight
+                  : latent_ + static_cast<int64_t>(p.row) * static_cast<Stride>(a_.latent_stride) + 8 * p.eight;
+  }
+  /// The slot of the lane's row; -1 where there is none.
+  __device__ int64_t own_slot() const {
+    if (static_cast<int>(lane()) >= rows_) return -1;
+    return a_.wide_slots ? static_cast<const int64_t*>(a_.slots)[first_ + lane()]
+                         : static_cast<const int32_t*>(a_.slots)[first_ + lane()];
+  }
+
+ private:
+  const Rows& a_;
+  int64_t first_;
+  int rows_;
+  T *latent_, *rope_;
+};
+
+/// Where a row lies in the cache: bytes from its beginning. latent < 0: nowhere.
 struct Place {
+  int64_t latent, rope, scale;
+};
+template <Layout kLayout, class W>
+__device__ Place place_slot(const Rows& a, int64_t slot) {
+  if (slot < 0 || slot >= a.num_slots) return {-1, -1, -1};
   int64_t page;
   int32_t offset;
-};
-__device__ Place place_slot(int64_t slot, int32_t page_size) {
-  if (slot >> 32 == 0) {
-    const auto s = static_cast<uint32_t>(slot), size = static_cast<uint32_t>(page_size);
-    return {s / size, static_cast<int32_t>(s % size)};
-  }
-  return {slot / page_size, static_cast<int32_t>(slot % page_size)};
-}
-
-/// One row a group of kLanes threads.
-template <int kLanes>
-struct RowTask {
-  int64_t row;
-  int lane;
-};
-template <int kLanes>
-__device__ RowTask<kLanes> row_task() {
-  return {(static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kLanes, static_cast<int>(threadIdx.x) % kLanes};
-}
-
-/// The element type of a cache format's values.
-template <LatentFormat kFormat>
-struct ValueOf {
-  using Type = uint8_t;
-};
-template <>
-struct ValueOf<LatentFormat::kF32> {
-  using Type = float;
-};
-template <>
-struct ValueOf<LatentFormat::kBf16> {
-  using Type = uint16_t;
-};
-
-// ---- latent rows -------------------------------------------------------------------------------------------------
-
-constexpr int kBatch = 3;  // 72 eights of 512 + 64 values over 32 lanes
-
-/// Rows of formats that keep [latent | rope] alike, eight values at a time, kBatch loads before the first store.
-template <class From, class To, class Address, class Convert>
-__device__ void move_row(int lane, int eights, Address address, Convert convert) {
-  for (int first = lane; first < eights; first += kBatch * kLatentLanes) {
-    Eight<From> from[kBatch];
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int i = first + b * kLatentLanes;
-      if (i < eights) from[b] = Eight<From>::load(address(i).from);
-    }
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int i = first + b * kLatentLanes;
-      if (i < eights) convert(from[b]).store(address(i).to);
-    }
-  }
-}
-
-struct FromTo {
-  const void* from;
-  void* to;
-};
-
-template <class T, LatentFormat kFormat>
-__global__ void __launch_bounds__(kThreads)
-    latent_write_kernel(Matrix latent, Matrix rope, Slots slots, LatentCacheView c) {
-  wait_for_stream();
-  let_next_start();
-  const auto [t, lane] = row_task<kLatentLanes>();
-  if (t >= slots.count) return;
-  const int64_t slot = slots[t];
-  if (slot < 0 || slot >= c.num_slots()) return;  // the warp's: groups below stay whole
-  const Place place = place_slot(slot, c.page_size);
-  auto* page = static_cast<unsigned char*>(c.data) + place.page * c.page_stride_bytes;
-  const int64_t offset = place.offset;
-  unsigned char* row = page + offset * c.row_stride_bytes;
-  const int r = c.geometry.latent_dim, p = c.geometry.rope_dim, latent_eights = r / 8;
-  const T* latent_row = latent.row<T>(t);
-  const T* rope_row = rope.row<T>(t);
-  if constexpr (kFormat == LatentFormat::kF32 || kFormat == LatentFormat::kBf16 || kFormat == LatentFormat::kE4m3) {
-    using To = typename ValueOf<kFormat>::Type;
-    move_row<T, To>(
-        lane, latent_eights + p / 8,
-        [&](int i) -> FromTo {
-          return {i < latent_eights ? latent_row + 8 * i : rope_row + 8 * (i - latent_eights),
-                  reinterpret_cast<To*>(row) + 8 * i};
-        },
-        [&](const Eight<T>& from) {
-          if constexpr (sizeof(T) == sizeof(To)) {
-            return from;
-          } else {
-            float x[8];
-            from.expand(x);
-            if constexpr (kFormat == LatentFormat::kE4m3) {
-#pragma unroll
-              for (float& y : x) y = __fdiv_rn(y, c.scale);
-            }
-            return Eight<To>::pack(x);
-          }
-        });
-  } else if constexpr (kFormat == LatentFormat::kPacked656) {
-    const int groups = r / kGroup;  // 16 lanes each
-#pragma unroll 2
-    for (int first = 0; first < latent_eights; first += kLatentLanes) {
-      const int i = first + lane;
-      float x[8] = {};
-      if (i < latent_eights) Eight<T>::load(latent_row + 8 * i).expand(x);
-      const float amax = group_max<kGroup / 8>(magnitude(x));
-      const float scale = power_of_two_above(fmaxf(__fdiv_rn(amax, kLargest), 1e-4f));
-      const float inverse = inverse_power_of_two(scale);
-#pragma unroll
-      for (float& y : x) y *= inverse;
-      if (i >= latent_eights) continue;
-      Eight<uint8_t>::pack(x).store(row + 8 * i);
-      if (i % (kGroup / 8) == 0) reinterpret_cast<float*>(row + r)[i / (kGroup / 8)] = scale;
-    }
-    auto* rope_out = reinterpret_cast<uint32_t*>(row + r + 4 * groups);
-    for (int i = lane; i < p / 2; i += kLatentLanes) {
-      const float x[2] = {load_value(rope_row, 2 * i), load_value(rope_row, 2 * i + 1)};
-      rope_out[i] = pack_bf16(x[0], x[1]);
-    }
+  if (slot >> 32 == 0) {  // all but those of huge pools: divided in 32 bits
+    const auto s = static_cast<uint32_t>(slot), size = static_cast<uint32_t>(a.page_size);
+    page = s / size;
+    offset = static_cast<int32_t>(s % size);
   } else {
-    float amax = 0.0f;
-    for (int i = lane; i < latent_eights; i += kLatentLanes) {
-      float x[8];
-      Eight<T>::load(latent_row + 8 * i).expand(x);
-      amax = fmaxf(amax, magnitude(x));
-    }
-    const float scale = __fdiv_rn(fmaxf(group_max<32>(amax), 1e-26f), kLargest);
-    for (int i = lane; i < latent_eights; i += kLatentLanes) {  // the second look is into the L1
-      float x[8];
-      Eight<T>::load(latent_row + 8 * i).expand(x);
-#pragma unroll
-      for (float& y : x) y = __fdiv_rn(y, scale);
-      Eight<uint8_t>::pack(x).store(page + offset * r + 8 * i);
-    }
-    auto* scales = reinterpret_cast<float*>(page + int64_t{c.page_size} * r);
-    if (lane == 0) scales[offset] = scale;
-    auto* rope_out = reinterpret_cast<uint32_t*>(scales + c.page_size) + offset * (p / 2);
-    for (int i = lane; i < p / 2; i += kLatentLanes) {
-      const float x[2] = {__fdiv_rn(load_value(rope_row, 2 * i), scale),
-                          __fdiv_rn(load_value(rope_row, 2 * i + 1), scale)};
-      rope_out[i] = pack_bf16(x[0], x[1]);
-    }
+    page = slot / a.page_size;
+    offset = static_cast<int32_t>(slot % a.page_size);
   }
-}
-
-template <class T, LatentFormat kFormat>
-__global__ void __launch_bounds__(kThreads)
-    latent_gather_kernel(Slots slots, LatentCacheView c, Matrix latent, Matrix rope) {
-  wait_for_stream();
-  let_next_start();
-  const auto [t, lane] = row_task<kLatentLanes>();
-  if (t >= slots.count) return;
-  const int64_t slot = slots[t];
-  const int r = c.geometry.latent_dim, p = c.geometry.rope_dim, latent_eights = r / 8, eights = latent_eights + p / 8;
-  T* latent_row = latent.row<T>(t);
-  T* rope_row = rope.row<T>(t);
-  const auto outside = [&](int i) {
-    return i < latent_eights ? latent_row + 8 * i : rope_row + 8 * (i - latent_eights);
-  };
-  if (slot < 0 || slot >= c.num_slots()) {
-    for (int i = lane; i < eights; i += kLatentLanes) Eight<T>{}.store(outside(i));
-    return;
-  }
-  const Place place = place_slot(slot, c.page_size);
-  const auto* page = static_cast<const unsigned char*>(c.data) + place.page * c.page_stride_bytes;
-  const int64_t offset = place.offset;
-  const unsigned char* row = page + offset * c.row_stride_bytes;
-  if constexpr (kFormat == LatentFormat::kF32 || kFormat == LatentFormat::kBf16 || kFormat == LatentFormat::kE4m3) {
-    using From = typename ValueOf<kFormat>::Type;
-    move_row<From, T>(
-        lane, eights,
-        [&](int i) -> FromTo {
-          return {reinterpret_cast<const From*>(row) + 8 * i, outside(i)};
-        },
-        [&](const Eight<From>& from) {
-          if constexpr (sizeof(T) == sizeof(From)) {
-            return from;
-          } else {
-            float x[8];
-            from.expand(x);
-            if constexpr (kFormat == LatentFormat::kE4m3) {
-#pragma unroll
-              for (float& y : x) y *= c.scale;
-            }
-            return Eight<T>::pack(x);
-          }
-        });
+  const int64_t begin = page * a.page_stride;
+  if constexpr (kLayout == Layout::kPlanar) {
+    const int64_t scales = begin + static_cast<int64_t>(a.page_size) * W::dim(a);
+    return {begin + static_cast<int64_t>(offset) * W::dim(a),
+            scales + 4 * (static_cast<int64_t>(a.page_size) + static_cast<int64_t>(offset) * (W::rope_dim(a) / 2)),
+            scales + 4 * static_cast<int64_t>(offset)};
   } else {
-    // Latent values with the scale of their group or token, then rope, which one format scales too.
-    constexpr bool kPacked = kFormat == LatentFormat::kPacked656;
-    const int groups = r / kGroup;
-    const unsigned char* values = kPacked ? row : page + offset * r;
-    const auto* scales = reinterpret_cast<const float*>(kPacked ? values + r : page + int64_t{c.page_size} * r);
-    const auto* rope_in =
-        reinterpret_cast<const uint32_t*>(scales + (kPacked ? groups : c.page_size)) + (kPacked ? 0 : offset * (p / 2));
-    const float token_scale = kPacked ? 1.0f : scales[offset];
-#pragma unroll 2
-    for (int i = lane; i < latent_eights; i += kLatentLanes) {
-      float x[8];
-      Eight<uint8_t>::load(values + 8 * i).expand(x);
-      const float scale = kPacked ? scales[i / (kGroup / 8)] : token_scale;
-#pragma unroll
-      for (float& y : x) y *= scale;
-      Eight<T>::pack(x).store(latent_row + 8 * i);
-    }
-    for (int i = lane; i < p / 2; i += kLatentLanes) {
-      const uint32_t both = rope_in[i];
-      const float x[2] = {__uint_as_float(both << 16) * token_scale, __uint_as_float(both & 0xffff0000u) * token_scale};
-      store_value(rope_row, 2 * i, x[0]);
-      store_value(rope_row, 2 * i + 1, x[1]);
-    }
+    constexpr int64_t kBytes = sizeof(typename StoredType<kLayout>::Type);
+    const int64_t row = begin + offset * a.row_stride, after = row + kBytes * W::dim(a);
+    return {row, after + (kLayout == Layout::kPacked ? 4 * (W::dim(a) / kGroup) : 0), after};
   }
 }
 
-// ---- index keys --------------------------------------------------------------------------------------------------
+/// What the lane that placed the piece's row says of the part it is in; all lanes take part. Where widths are known the
+/// pieces of an access are of the same part.
+template <class W, class Piece>
+__device__ int64_t place_of(const Place& own, const Piece& p) {
+  if constexpr (W::kKnown) return __shfl_sync(kAll, p.rope ? own.rope : own.latent, p.row);
+  const int64_t latent = __shfl_sync(kAll, own.latent, p.row), rope = __shfl_sync(kAll, own.rope, p.row);
+  return p.rope ? rope : latent;
+}
 
-template <IndexKFormat kFormat>
-struct KeyValueOf {
-  using Type = uint8_t;
-};
-template <>
-struct KeyValueOf<IndexKFormat::kF32> {
-  using Type = float;
-};
-template <>
-struct KeyValueOf<IndexKFormat::kBf16> {
-  using Type = uint16_t;
-};
+/// Eights of a layout's latent parts and, where they differ, of its rope parts.
+template <Layout kLayout>
+using LatentEight = Eight<typename StoredType<kLayout>::Type>;
+using RopeEight = Eight<uint16_t>;
 
-template <class T, IndexKFormat kFormat>
-__global__ void __launch_bounds__(kThreads) index_k_write_kernel(Matrix k, Slots slots, IndexCacheView c) {
+// ---- writing -----------------------------------------------------------------------------------------------------
+
+template <class T, Layout kLayout, class W>
+__global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__ Rows a) {
+  using To = LatentEight<kLayout>;
+  constexpr bool kPacked = kLayout == Layout::kPacked, kPlanar = kLayout == Layout::kPlanar;
   wait_for_stream();
   let_next_start();
-  using To = typename KeyValueOf<kFormat>::Type;
-  const auto [t, lane] = row_task<kIndexLanes>();
-  const int64_t slot = t < slots.count ? slots[t] : -1;
-  const bool ok = slot >= 0 && slot < c.num_slots();
-  const Place place = place_slot(ok ? slot : 0, c.page_size);
-  auto* page = static_cast<unsigned char*>(c.data) + place.page * c.page_stride_bytes;
-  const T* from = k.row<T>(ok ? t : 0);
-  To* to = reinterpret_cast<To*>(page) + static_cast<int64_t>(place.offset) * c.head_dim;
-  const int eights = ok ? c.head_dim / 8 : 0;
-  float scale = 1.0f;
-  if constexpr (kFormat == IndexKFormat::kE4m3) {
-    float amax = 0.0f;
-    for (int i = lane; i < eights; i += kIndexLanes) {
-      float x[8];
-      Eight<T>::load(from + 8 * i).expand(x);
-      amax = fmaxf(amax, magnitude(x));
+  const WarpRows<T, W> w(a);
+  if (w.rows() <= 0) return;
+  const int64_t slot = w.own_slot();
+  Place own{};
+  float own_scale = 0.0f;  // kPlanar: of the lane's row
+  RowDivisor own_divisor;
+  const uint32_t num_eights = w.num_eights();
+
+  // Where the compiler does not know the width, the scales of planar rows take a look of their own; the second look is
+  // into the L1.
+  if constexpr (kPlanar && !W::kKnown) {
+    for (int row = 0; row < w.rows(); ++row) {
+      float amax = 0.0f;
+      for (uint32_t e = w.lane(); e < w.latent_eights(); e += 32) {
+        float x[8];
+        Eight<T>::load(w.outside({row, static_cast<int>(e), false})).expand(x);
+        amax = fmaxf(amax, magnitude(x));
+      }
+      amax = group_max<32>(amax);
+      if (static_cast<int>(w.lane()) == row) own_scale = planar_scale(a.rule, amax);
     }
-    amax = group_max<kIndexLanes>(amax);
-    scale = c.scale_format == ScaleFormat::kFp32 ? __fdiv_rn(fmaxf(amax, 1e-10f), kLargest)
-                                                 : power_of_two_above(__fdiv_rn(fmaxf(amax, 1e-4f), kLargest));
-    if (ok && lane == 0) reinterpret_cast<float*>(page + int64_t{c.page_size} * c.head_dim)[place.offset] = scale;
   }
-  for (int i = lane; i < eights; i += kIndexLanes) {
-    const Eight<T> bits = Eight<T>::load(from + 8 * i);
-    if constexpr (sizeof(T) == sizeof(To)) {
-      bits.store(to + 8 * i);
-    } else {
-      float x[8];
-      bits.expand(x);
-      if constexpr (kFormat == IndexKFormat::kE4m3) {
-        if (c.scale_format == ScaleFormat::kPowerOfTwo) {
-          const float inverse = inverse_power_of_two(scale);
+
+#pragma unroll(W::kKnown ? 1 : 2)
+  for (uint32_t begin = 0; begin < num_eights; begin += 32 * W::kBatch) {
+    Eight<T> from[W::kBatch];
 #pragma unroll
-          for (float& y : x) y *= inverse;
-        } else {
+    for (int b = 0; b < W::kBatch; ++b) {
+      const uint32_t i = begin + 32 * b + w.lane();
+      const auto p = w.piece(i);
+      from[b] = {};
+      if (i < num_eights && p.row < w.rows()) from[b] = Eight<T>::load(w.outside(p));
+    }
+    if (begin == 0) {
+      own = place_slot<kLayout, W>(a, slot);
+      if constexpr (kPlanar) {
+        if constexpr (W::kKnown) {  // a row fills half an access, or several
+          constexpr int kOfRow = W::kLatentEights > 32 ? W::kLatentEights / 32 : 1;
+          constexpr uint32_t kLanes = W::kLatentEights > 32 ? 32 : W::kLatentEights, kGroups = 32 / kLanes;
+          float own_amax = 0.0f;
+#pragma unroll
+          for (int b = 0; b < W::kRows * W::kLatentEights / 32; b += kOfRow) {
+            float amax = 0.0f;
+#pragma unroll
+            for (int c = b; c < b + kOfRow; ++c) {
+              float x[8];
+              from[c].expand(x);
+              amax = fmaxf(amax, magnitude(x));
+            }
+            amax = __shfl_sync(kAll, group_max<kLanes>(amax), w.lane() % kGroups * kLanes);
+            if (w.lane() / kGroups == b / kOfRow) own_amax = amax;
+          }
+          own_scale = planar_scale(a.rule, own_amax);
+        }
+        own_divisor = RowDivisor(own_scale);
+        if (own.latent >= 0) *reinterpret_cast<float*>(a.cache + own.scale) = own_scale;
+      }
+    }
+
+#pragma unroll
+    for (int b = 0; b < W::kBatch; ++b) {
+      const uint32_t i = begin + 32 * b + w.lane();
+      const auto p = w.piece(i);
+      const int64_t place = place_of<W>(own, p);
+      const bool ok = i < num_eights && p.row < w.rows() && place >= 0;
+      float x[8];
+      from[b].expand(x);
+      float scale = 1.0f;
+      RowDivisor divisor;
+      if constexpr (kPacked) scale = packed_scale(group_max<kGroup / 8>(p.rope ? 0.0f : magnitude(x)));
+      if constexpr (kPlanar) {
+        scale = __shfl_sync(kAll, own_scale, p.row);
+        divisor = own_divisor.of_lane(p.row);
+      }
+      if (!ok) continue;
+      if (p.rope && kHasScales<kLayout>) {
+        if constexpr (kPlanar) {
 #pragma unroll
           for (float& y : x) y = __fdiv_rn(y, scale);
         }
+        RopeEight bits;
+        if constexpr (kPacked && sizeof(T) == 2) bits = from[b];
+        else bits = RopeEight::pack(x);
+        store_stored<kLayout, W>(a.cache + place + p.eight * sizeof bits, bits);
+        continue;
       }
-      Eight<To>::pack(x).store(to + 8 * i);
+      if constexpr (kPacked) {
+        const float inverse = inverse_power_of_two(scale);
+#pragma unroll
+        for (float& y : x) y *= inverse;
+        if (p.eight % (kGroup / 8) == 0)
+          *reinterpret_cast<float*>(a.cache + place + W::dim(a) + p.eight / (kGroup / 8) * 4) = scale;
+      } else if constexpr (kPlanar) {
+#pragma unroll
+        for (float& y : x) y = divisor.divide<T>(y);
+      } else if constexpr (kLayout == Layout::kE4m3) {
+#pragma unroll
+        for (float& y : x) {
+          if constexpr (W::kKnown) {
+            constexpr float kSaturated = 1024.0f;  // far beyond 448, and far below where the remainder overflows
+            const float simple = y * a.inverse;
+            y = fabsf(simple) < kSaturated ? quotient(y, a.scale, a.inverse) : simple;
+          } else {
+            y = __fdiv_rn(y, a.scale);
+          }
+        }
+      }
+      if constexpr (sizeof(Eight<T>) == sizeof(To))
+        store_stored<kLayout, W>(a.cache + place + p.eight * sizeof(To), from[b]);
+      else store_stored<kLayout, W>(a.cache + place + p.eight * sizeof(To), To::pack(x));
     }
   }
 }
 
-template <class T, IndexKFormat kFormat>
-__global__ void __launch_bounds__(kThreads) index_k_gather_kernel(Slots slots, IndexCacheView c, Matrix k) {
+// ---- gathering ---------------------------------------------------------------------------------------------------
+
+template <class T, Layout kLayout, class W>
+__global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ Rows a) {
+  using From = LatentEight<kLayout>;
+  constexpr bool kPacked = kLayout == Layout::kPacked, kPlanar = kLayout == Layout::kPlanar;
   wait_for_stream();
   let_next_start();
-  using From = typename KeyValueOf<kFormat>::Type;
-  const auto [t, lane] = row_task<kIndexLanes>();
-  if (t >= slots.count) return;
-  const int64_t slot = slots[t];
-  T* to = k.row<T>(t);
-  if (slot < 0 || slot >= c.num_slots()) {
-    for (int i = lane; i < c.head_dim / 8; i += kIndexLanes) Eight<T>{}.store(to + 8 * i);
-    return;
-  }
-  const Place place = place_slot(slot, c.page_size);
-  const auto* page = static_cast<const unsigned char*>(c.data) + place.page * c.page_stride_bytes;
-  const From* from = reinterpret_cast<const From*>(page) + static_cast<int64_t>(place.offset) * c.head_dim;
-  float scale = 1.0f;
-  if constexpr (kFormat == IndexKFormat::kE4m3)
-    scale = reinterpret_cast<const float*>(page + int64_t{c.page_size} * c.head_dim)[place.offset];
-  for (int i = lane; i < c.head_dim / 8; i += kIndexLanes) {
-    const Eight<From> bits = Eight<From>::load(from + 8 * i);
-    if constexpr (sizeof(T) == sizeof(From)) {
-      bits.store(to + 8 * i);
-    } else {
-      float x[8];
-      bits.expand(x);
-      if constexpr (kFormat == IndexKFormat::kE4m3) {
+  const WarpRows<T, W> w(a);
+  if (w.rows() <= 0) return;
+  const Place own = place_slot<kLayout, W>(a, w.own_slot());
+  float own_scale = 0.0f;
+  if (kPlanar && own.latent >= 0) own_scale = *reinterpret_cast<const float*>(a.cache + own.scale);
+  const uint32_t num_eights = w.num_eights();
+
+#pragma unroll(W::kKnown ? 1 : 2)
+  for (uint32_t begin = 0; begin < num_eights; begin += 32 * W::kBatch) {
+    From latent[W::kBatch];
+    RopeEight rope[W::kBatch];  // of layouts with scales
+    float scale[W::kBatch];
 #pragma unroll
-        for (float& y : x) y *= scale;
+    for (int b = 0; b < W::kBatch; ++b) {
+      const uint32_t i = begin + 32 * b + w.lane();
+      const auto p = w.piece(i);
+      const int64_t place = place_of<W>(own, p);
+      latent[b] = {};
+      rope[b] = {};
+      scale[b] = kPlanar ? __shfl_sync(kAll, own_scale, p.row) : a.scale;
+      if (i >= num_eights || p.row >= w.rows() || place < 0) continue;
+      if (p.rope && kHasScales<kLayout>) {
+        rope[b] = load_stored<kLayout, W, RopeEight>(a.cache + place + p.eight * sizeof(RopeEight));
+        continue;
       }
-      Eight<T>::pack(x).store(to + 8 * i);
+      latent[b] = load_stored<kLayout, W, From>(a.cache + place + p.eight * sizeof(From));
+      if constexpr (kPacked)
+        scale[b] = *reinterpret_cast<const float*>(a.cache + place + W::dim(a) + p.eight / (kGroup / 8) * 4);
+    }
+#pragma unroll
+    for (int b = 0; b < W::kBatch; ++b) {
+      const uint32_t i = begin + 32 * b + w.lane();
+      const auto p = w.piece(i);
+      if (i >= num_eights || p.row >= w.rows()) continue;
+      T* const to = w.outside(p);
+      // A row that lies nowhere gives zeros: its values and scales are.
+      float x[8];
+      if (p.rope && kHasScales<kLayout>) {
+        if constexpr (kPacked && sizeof(T) == 2) {
+          rope[b].store(to);
+        } else {
+          rope[b].expand(x);
+#pragma unroll
+          for (float& y : x) y *= kPlanar ? scale[b] : 1.0f;
+          Eight<T>::pack(x).store(to);
+        }
+      } else if constexpr (sizeof(Eight<T>) == sizeof(From)) {
+        latent[b].store(to);
+      } else {
+        latent[b].expand(x);
+#pragma unroll
+        for (float& y : x) y *= sizeof(From) == 8 ? scale[b] : 1.0f;
+        Eight<T>::pack(x).store(to);
+      }
     }
   }
 }
 
 // ---- launches ----------------------------------------------------------------------------------------------------
 
-template <class... Params, class... Args>
-void launch_rows(const char* function, void (*kernel)(Params...), int64_t rows, int lanes, const Device& device,
-                 Stream stream, const Args&... args) {
+template <class W>
+void launch(const char* function, void (*kernel)(Rows), const Rows& a, const Device& device, Stream stream) {
   const DeviceGuard guard(function, device.index);
-  const int64_t blocks = (rows * lanes + kThreads - 1) / kThreads;
-  launch_kernel(function, kernel, {.blocks = blocks, .threads = kThreads}, stream, args...);
+  constexpr int64_t kOfBlock = int64_t{kWarps} * W::kRows;
+  launch_kernel(function, kernel, {.blocks = (a.count + kOfBlock - 1) / kOfBlock, .threads = kThreads}, stream, a);
 }
 
-/// Calls f with a value of the outside rows' element type: fp32 or bf16.
-template <class F>
-void with_rows(DType t, F&& f) {
-  if (t == DType::kBf16) f(uint16_t{});
-  else f(float{});
+template <bool kWrites, class T, Layout kLayout, class W>
+constexpr auto kKernel = kWrites ? write_kernel<T, kLayout, W> : gather_kernel<T, kLayout, W>;
+
+template <bool kWrites, Layout kLayout>
+void run_layout(const char* function, const Rows& a, DType outside, const Device& device, Stream stream) {
+  if (outside != DType::kBf16) return launch<Any>(function, kKernel<kWrites, float, kLayout, Any>, a, device, stream);
+  if constexpr (kLayout != Layout::kF32) {
+    using Latent = Fixed<512, 64>;
+    using Index = Fixed<128, 0>;
+    constexpr int64_t kMostStride = std::numeric_limits<Latent::Stride>::max();
+    bool fits = a.latent_stride <= kMostStride && a.rope_stride <= kMostStride;
+    if (kLayout == Layout::kE4m3) fits = fits && a.scale >= kLeastDivisor && a.scale <= kMostDivisor;
+    if (kLayout == Layout::kPlanar) fits = fits && (a.page_size % 4 == 0 || a.rope_dim == 0);  // else rope is unaligned
+    if (fits && a.dim == 512 && a.rope_dim == 64)
+      return launch<Latent>(function, kKernel<kWrites, uint16_t, kLayout, Latent>, a, device, stream);
+    if constexpr (kLayout == Layout::kBf16 || kLayout == Layout::kPlanar)
+      if (fits && a.dim == 128 && a.rope_dim == 0)
+        return launch<Index>(function, kKernel<kWrites, uint16_t, kLayout, Index>, a, device, stream);
+  }
+  launch<Any>(function, kKernel<kWrites, uint16_t, kLayout, Any>, a, device, stream);
 }
 
-template <LatentFormat kFormat>
-struct LatentTag {
-  static constexpr LatentFormat kValue = kFormat;
-};
-template <class F>
-void with_format(LatentFormat format, F&& f) {
-  switch (format) {
-    case LatentFormat::kF32: return f(LatentTag<LatentFormat::kF32>{});
-    case LatentFormat::kBf16: return f(LatentTag<LatentFormat::kBf16>{});
-    case LatentFormat::kE4m3: return f(LatentTag<LatentFormat::kE4m3>{});
-    case LatentFormat::kPacked656: return f(LatentTag<LatentFormat::kPacked656>{});
-    case LatentFormat::kE4m3PerToken: return f(LatentTag<LatentFormat::kE4m3PerToken>{});
+template <bool kWrites>
+void run_rows(const char* function, const Rows& a, Layout layout, DType outside, const Device& device, Stream stream) {
+  switch (layout) {
+    case Layout::kF32: return run_layout<kWrites, Layout::kF32>(function, a, outside, device, stream);
+    case Layout::kBf16: return run_layout<kWrites, Layout::kBf16>(function, a, outside, device, stream);
+    case Layout::kE4m3: return run_layout<kWrites, Layout::kE4m3>(function, a, outside, device, stream);
+    case Layout::kPacked: return run_layout<kWrites, Layout::kPacked>(function, a, outside, device, stream);
+    case Layout::kPlanar: return run_layout<kWrites, Layout::kPlanar>(function, a, outside, device, stream);
   }
 }
 
-template <IndexKFormat kFormat>
-struct IndexTag {
-  static constexpr IndexKFormat kValue = kFormat;
-};
-template <class F>
-void with_format(IndexKFormat format, F&& f) {
-  switch (format) {
-    case IndexKFormat::kF32: return f(IndexTag<IndexKFormat::kF32>{});
-    case IndexKFormat::kBf16: return f(IndexTag<IndexKFormat::kBf16>{});
-    case IndexKFormat::kE4m3: return f(IndexTag<IndexKFormat::kE4m3>{});
+/// LatentWrite and LatentGather.
+template <class Params>
+void run_latent(const Params& p, const RunContext& c) {
+  constexpr bool kWrites = std::is_same_v<Params, LatentWrite>;
+  const LatentCacheView& v = p.cache;
+  Rows a{};
+  a.latent = p.latent.data;
+  a.rope = p.rope.data;
+  a.latent_stride = p.latent.stride[0];
+  a.rope_stride = p.rope.stride[0];
+  a.slots = p.slots.data;
+  a.wide_slots = p.slots.dtype == DType::kI64;
+  a.count = p.slots.shape[0];
+  a.cache = static_cast<unsigned char*>(v.data);
+  a.page_stride = v.page_stride_bytes;
+  a.row_stride = v.row_stride();
+  a.num_slots = v.num_slots();
+  a.page_size = v.page_size;
+  a.dim = v.geometry.latent_dim;
+  a.rope_dim = v.geometry.rope_dim;
+  a.scale = v.scale;
+  a.inverse = v.scale > 0.0f ? 1.0f / v.scale : 0.0f;
+  a.rule = ScaleRule::kToken;
+  const auto run = [&](Layout layout) {
+    run_rows<kWrites>(Params::kName, a, layout, p.latent.dtype, p.latent.device, c.stream);
+  };
+  switch (v.format) {
+    case LatentFormat::kF32: return run(Layout::kF32);
+    case LatentFormat::kBf16: return run(Layout::kBf16);
+    case LatentFormat::kE4m3: return run(Layout::kE4m3);
+    case LatentFormat::kPacked656: return run(Layout::kPacked);
+    case LatentFormat::kE4m3PerToken: return run(Layout::kPlanar);
+  }
+}
+
+/// IndexKWrite and IndexKGather.
+template <class Params>
+void run_index_k(const Params& p, const RunContext& c) {
+  constexpr bool kWrites = std::is_same_v<Params, IndexKWrite>;
+  const IndexCacheView& v = p.cache;
+  Rows a{};
+  a.latent = p.k.data;
+  a.latent_stride = p.k.stride[0];
+  a.slots = p.slots.data;
+  a.wide_slots = p.slots.dtype == DType::kI64;
+  a.count = p.slots.shape[0];
+  a.cache = static_cast<unsigned char*>(v.data);
+  a.page_stride = v.page_stride_bytes;
+  a.num_slots = v.num_slots();
+  a.page_size = v.page_size;
+  a.dim = v.head_dim;
+  a.rule = v.scale_format == ScaleFormat::kFp32 ? ScaleRule::kIndex : ScaleRule::kIndexPowerOfTwo;
+  const auto run = [&](Layout layout, int64_t value_bytes) {
+    a.row_stride = v.head_dim * value_bytes;
+    run_rows<kWrites>(Params::kName, a, layout, p.k.dtype, p.k.device, c.stream);
+  };
+  switch (v.format) {
+    case IndexKFormat::kF32: return run(Layout::kF32, 4);
+    case IndexKFormat::kBf16: return run(Layout::kBf16, 2);
+    case IndexKFormat::kE4m3: return run(Layout::kPlanar, 1);
   }
 }
 
 }  // namespace
 
-void run_latent_write(const LatentWrite& p, const RunContext& c) {
-  with_rows(p.latent.dtype, [&](auto row) {
-    with_format(p.cache.format, [&](auto tag) {
-      launch_rows(LatentWrite::kName, latent_write_kernel<decltype(row), decltype(tag)::kValue>, p.slots.shape[0],
-                  kLatentLanes, p.latent.device, c.stream, make_matrix(p.latent), make_matrix(p.rope),
-                  make_slots(p.slots), with_row_stride(p.cache));
-    });
-  });
-}
-
-void run_latent_gather(const LatentGather& p, const RunContext& c) {
-  with_rows(p.latent.dtype, [&](auto row) {
-    with_format(p.cache.format, [&](auto tag) {
-      launch_rows(LatentGather::kName, latent_gather_kernel<decltype(row), decltype(tag)::kValue>, p.slots.shape[0],
-                  kLatentLanes, p.latent.device, c.stream, make_slots(p.slots), with_row_stride(p.cache),
-                  make_matrix(p.latent), make_matrix(p.rope));
-    });
-  });
-}
-
-void run_index_k_write(const IndexKWrite& p, const RunContext& c) {
-  with_rows(p.k.dtype, [&](auto row) {
-    with_format(p.cache.format, [&](auto tag) {
-      launch_rows(IndexKWrite::kName, index_k_write_kernel<decltype(row), decltype(tag)::kValue>, p.slots.shape[0],
-                  kIndexLanes, p.k.device, c.stream, make_matrix(p.k), make_slots(p.slots), p.cache);
-    });
-  });
-}
-
-void run_index_k_gather(const IndexKGather& p, const RunContext& c) {
-  with_rows(p.k.dtype, [&](auto row) {
-    with_format(p.cache.format, [&](auto tag) {
-      launch_rows(IndexKGather::kName, index_k_gather_kernel<decltype(row), decltype(tag)::kValue>, p.slots.shape[0],
-                  kIndexLanes, p.k.device, c.stream, make_slots(p.slots), p.cache, make_matrix(p.k));
-    });
-  });
-}
+void run_latent_write(const LatentWrite& p, const RunContext& c) { run_latent(p, c); }
+void run_latent_gather(const LatentGather& p, const RunContext& c) { run_latent(p, c); }
+void run_index_k_write(const IndexKWrite& p, const RunContext& c) { run_index_k(p, c); }
+void run_index_k_gather(const IndexKGather& p, const RunContext& c) { run_index_k(p, c); }
 
 }  // namespace generic
 }  // namespace cuda
