@@ -389,16 +389,21 @@ struct Maker {
       if (op == "index_k_write" || op == "index_k_gather") {
         IndexCacheView cache;
         cache.num_pages = pages;
-        cache.page_stride_bytes = kPage * (kIndexDim + 4);
         cache.device = memory.device();
-        cache.data = memory.random(DType::kE4m3, {pages * kPage * (kIndexDim + 4)}, 64.0f).data;
-        fill_scales(cache);
+        if (format == "bf16") {
+          cache.format = IndexKFormat::kBf16;
+          cache.page_stride_bytes = kPage * kIndexDim * 2;
+          cache.data = memory.random(DType::kBf16, {pages * kPage * kIndexDim}).data;
+        } else {
+          cache.page_stride_bytes = kPage * (kIndexDim + 4);
+          cache.data = memory.random(DType::kE4m3, {pages * kPage * (kIndexDim + 4)}, 64.0f).data;
+          fill_scales(cache);
+        }
         const TensorView k = memory.random(DType::kBf16, {n, kIndexDim});
         if (op == "index_k_write") add(problem, index_k_write, workspace, IndexKWrite{k, slots, cache});
         else add(problem, index_k_gather, workspace, IndexKGather{slots, cache, k});
       } else {
-        const LatentCacheView cache =
-            latent_cache(format == "bf16" ? LatentFormat::kBf16 : LatentFormat::kPacked656, pages);
+        const LatentCacheView cache = latent_cache(latent_format(format), pages);
         const TensorView latent = memory.random(DType::kBf16, {n, kLatent});
         const TensorView rope = memory.random(DType::kBf16, {n, kRope});
         if (op == "latent_write") add(problem, latent_write, workspace, LatentWrite{latent, rope, slots, cache});
@@ -408,11 +413,16 @@ struct Maker {
     problem.bytes = cache_rows_bytes(op, format, n);
     return problem;
   }
+  static LatentFormat latent_format(const std::string& name) {
+    for (const LatentFormat f : {LatentFormat::kBf16, LatentFormat::kE4m3, LatentFormat::kPacked656})
+      if (name == to_string(f)) return f;
+    throw Error(ErrorCode::kInvalidArgument, "[bench] format " + name + "; accepted: bf16, e4m3, packed656");
+  }
   static double cache_rows_bytes(const std::string& op, const std::string& format, int64_t n) {
     const bool index = op == "index_k_write" || op == "index_k_gather";
-    const int64_t cached = index              ? kIndexDim + 4
-                           : format == "bf16" ? 2 * kWidth
-                                              : latent_row_bytes(LatentFormat::kPacked656, {});
+    const int64_t cached =
+        index ? index_k_token_bytes(format == "bf16" ? IndexKFormat::kBf16 : IndexKFormat::kE4m3, kIndexDim)
+              : latent_row_bytes(latent_format(format), {});
     return static_cast<double>(n * (2 * (index ? kIndexDim : kWidth) + cached + 4));
   }
 
@@ -510,10 +520,14 @@ std::vector<json> rows_without_peers() {
   constexpr double kDistinctBytes = 192e6;  // three times an L2, as the peers' rows
   std::vector<json> rows;
   for (const auto& [op, format] : {std::pair{"latent_write", "bf16"},
+                                   {"latent_write", "e4m3"},
                                    {"latent_write", "packed656"},
                                    {"latent_gather", "bf16"},
+                                   {"latent_gather", "e4m3"},
                                    {"latent_gather", "packed656"},
+                                   {"index_k_write", "bf16"},
                                    {"index_k_write", "e4m3"},
+                                   {"index_k_gather", "bf16"},
                                    {"index_k_gather", "e4m3"}}) {
     for (const int64_t n : {1, 256, 4096, 65536, 262144}) {
       const double sets = std::clamp(kDistinctBytes / Maker::cache_rows_bytes(op, format, n), 1.0, 32.0);
@@ -590,10 +604,12 @@ int run_cuda_bench(const CudaBenchOptions& o) {
     double best = INFINITY;
     for (const auto& [name, peer] : row["peers"].items())
       if (peer.value("rows_wrong", 0) == 0) best = std::min(best, peer["us"].get<double>());
-    if (row["peers"].empty()) {
+    // What only moves bytes is held against a copy of as many as well.
+    std::optional<Timing> copy;
+    if (row["peers"].empty() || row["op"] == "merge") {
       memory.release();
-      const auto copy = time_problem(copy_problem(memory, problem->bytes, row.value("sets", 1)), o, stream);
-      if (copy) best = copy->median_us;
+      copy = time_problem(copy_problem(memory, problem->bytes, row.value("sets", 1)), o, stream);
+      if (copy && row["peers"].empty()) best = copy->median_us;
     }
     const double ratio = best / timing->median_us;
     summary.ratios.push_back(ratio);
@@ -601,6 +617,9 @@ int run_cuda_bench(const CudaBenchOptions& o) {
     std::printf("%-20s %-44s %-14s %10.2f %7.1f%% %9.1f %9.1f %12.2f %7.3f\n", row["op"].get<std::string>().c_str(),
                 shape.dump().c_str(), problem->impl.c_str(), timing->median_us,
                 100 * (timing->high_us - timing->low_us) / timing->median_us, tflops, gbps, best, ratio);
+    if (copy && !row["peers"].empty())
+      std::printf("%-20s   a copy of as many bytes takes %.2f us: ratio %.3f\n", "", copy->median_us,
+                  copy->median_us / timing->median_us);
     if (out) {
       json j = shape;
       j["op"] = row["op"];
@@ -610,7 +629,8 @@ int run_cuda_bench(const CudaBenchOptions& o) {
       j["us_high"] = timing->high_us;
       j["tflops"] = tflops;
       j["gbps"] = gbps;
-      j[row["peers"].empty() ? "copy_us" : "best_peer_us"] = best;
+      if (!row["peers"].empty()) j["best_peer_us"] = best;
+      if (copy) j["copy_us"] = copy->median_us;
       j["commit"] = kCommit;
       j["machine"] = properties.name;
       out << j.dump() << "\n";
