@@ -187,9 +187,13 @@ struct Ragged {
 template <class Problem>
 void launch(const char* function, const Problem& problem, int64_t blocks, const Device& device, Stream stream) {
   const DeviceGuard guard(function, device.index);
-  const size_t bytes = attend_shared_bytes(problem.key_dim, problem.value_dim, Problem::kValueIsKey);
-  launch_kernel(function, attend_kernel<Problem>, {.blocks = blocks, .threads = kThreads, .shared_bytes = bytes}, stream,
-                problem);
+  const int64_t bytes = attend_shared_bytes(problem.key_dim, problem.value_dim, Problem::kValueIsKey);
+  launch_kernel(function, attend_kernel<Problem>,
+                {.blocks = blocks,
+                 .threads = kThreads,
+                 .shared_bytes = static_cast<size_t>(bytes),
+                 .blocks_y = (problem.value_dim + kMaxValueDim - 1) / kMaxValueDim},
+                stream, problem);
 }
 
 }  // namespace

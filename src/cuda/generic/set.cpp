@@ -3,6 +3,7 @@
 #include "core/format.h"
 #include "cuda/common/check.h"
 #include "cuda/common/index_select.h"
+#include "cuda/generic/attend_shape.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -12,21 +13,23 @@ namespace {
 
 using namespace generic;
 
-constexpr int64_t kMaxKeyDim = 576;  // attend.cuh: shared memory for kLanes queries and a tile of keys
-constexpr int64_t kMaxValueDim = 512;
-
-std::string refuses_dims(int64_t key_dim, int64_t value_dim) {
-  if (key_dim > kMaxKeyDim) return fmt::format("key width is {}; accepted: up to {}", key_dim, kMaxKeyDim);
-  if (value_dim > kMaxValueDim) return fmt::format("value width is {}; accepted: up to {}", value_dim, kMaxValueDim);
+/// attend.cuh keeps kLanes queries and a tile of keys (and of values, where they are not the keys) as fp32 in shared
+/// memory, of which every device from sm_80 gives a block 99 KB.
+std::string refuses_dims(int64_t key_dim, int64_t value_dim, bool value_is_key) {
+  constexpr int64_t kSharedBytes = 99 * 1024, kFixedBytes = 2048;
+  const int64_t bytes = attend_shared_bytes(key_dim, value_dim, value_is_key) + kFixedBytes;
+  if (bytes > kSharedBytes)
+    return fmt::format("keys of {} and values of {} take {} bytes of shared memory; accepted: up to {}", key_dim,
+                       value_dim, bytes, kSharedBytes);
   return {};
 }
 
 template <class Params>
 std::string refuses_absorbed(const Params& p) {
-  return refuses_dims(p.cache.geometry.width(), p.cache.geometry.latent_dim);
+  return refuses_dims(p.cache.geometry.width(), p.cache.geometry.latent_dim, true);
 }
 
-std::string refuses_ragged(const RaggedPrefill& p) { return refuses_dims(p.q.shape[2], p.v.shape[2]); }
+std::string refuses_ragged(const RaggedPrefill& p) { return refuses_dims(p.q.shape[2], p.v.shape[2], false); }
 
 template <class Params>
 std::string refuses_indexer(const Params& p) {
