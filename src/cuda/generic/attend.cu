@@ -138,24 +138,26 @@ struct Ragged {
     int lanes;
     int64_t nq, nk;
   };
-  // Blocks: num_heads x (q_rows / kLanes + num_requests), enough for every request's last partial group.
+  // Blocks: num_heads x (q_rows / kLanes + num_requests). Request r has those from cu_q[r] / kLanes + r on, enough for
+  // its last, partial group: where they begin is found without the sizes of the requests before it.
+  __device__ int64_t first_group(int64_t request) const { return cu_q[request] / kLanes + request; }
   __device__ bool group(Group& g) const {
     g.head = static_cast<int>(blockIdx.x % num_heads);
-    int64_t index = blockIdx.x / num_heads;
-    for (int64_t r = 0; r < num_requests; ++r) {
-      const int64_t nq = cu_q[r + 1] - cu_q[r], groups = (nq + kLanes - 1) / kLanes;
-      if (index < groups) {
-        g.offset = index * kLanes;
-        g.first_row = cu_q[r] + g.offset;
-        g.first_kv = cu_kv[r];
-        g.nq = nq;
-        g.nk = cu_kv[r + 1] - cu_kv[r];
-        g.lanes = static_cast<int>(min(static_cast<int64_t>(kLanes), nq - g.offset));
-        return true;
-      }
-      index -= groups;
+    const int64_t index = blockIdx.x / num_heads;
+    int64_t r = 0, end = num_requests;  // the last request that begins at or before index
+    while (end - r > 1) {
+      const int64_t middle = (r + end) / 2;
+      if (first_group(middle) <= index) r = middle;
+      else end = middle;
     }
-    return false;
+    g.offset = (index - first_group(r)) * kLanes;
+    g.nq = cu_q[r + 1] - cu_q[r];
+    if (g.offset >= g.nq) return false;
+    g.first_row = cu_q[r] + g.offset;
+    g.first_kv = cu_kv[r];
+    g.nk = cu_kv[r + 1] - cu_kv[r];
+    g.lanes = static_cast<int>(min(static_cast<int64_t>(kLanes), g.nq - g.offset));
+    return true;
   }
   __device__ int num_lanes(const Group& g) const { return g.lanes; }
   __device__ int64_t lane_keys(const Group& g, int lane) const {

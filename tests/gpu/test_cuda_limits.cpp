@@ -1,0 +1,825 @@
+// Sizes at which 32-bit arithmetic and the limits of a grid would show: pools beyond 2^31 values and 4 GiB, batches of
+// 65,536, prefills of 65,537 rows; and bits that stay the same over 20 launches beside a busy stream. What is expected
+// comes from the same implementation on a problem of a few rows, which the grid of src/verify holds against the oracle.
+// Skipped, with the reason, where there is no device.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "gannet/cuda.h"
+#include "verify/device_mirror.h"
+#include "verify/problem.h"
+#include "verify/tolerances.h"
+
+namespace gannet_test {
+namespace {
+
+using namespace gannet;
+using verify::make_ints;
+using verify::make_tensor;
+using verify::Outputs;
+using verify::Paged;
+using verify::Rng;
+using verify::Tensor;
+
+constexpr Device kDevice{DeviceKind::kCuda, 0};
+constexpr float kScale = 0.06f;
+
+/// A batch of it, and the rows of a prefill that go one beyond what a grid's second dimension holds.
+constexpr int64_t kBatch = 65536, kPrefillRows = 65537;
+
+class CudaLimits : public testing::Test {
+ protected:
+  void SetUp() override {
+    std::string why;
+    if (cuda_device_count(&why) == 0) GTEST_SKIP() << "no CUDA device: " << why;
+  }
+};
+
+/// The implementations on the device that take these arguments; each is printed, and so is why another does not.
+template <class Params>
+std::vector<ImplInfo> on_device(const Params& params) {
+  std::vector<ImplInfo> list;
+  for (const ImplInfo& info : list_implementations<Params>()) {
+    if (info.device != DeviceKind::kCuda || !info.runs_here) continue;
+    try {
+      const OpPlan<Params> plan(Context{}, verify::placed_on(DeviceKind::kCuda, params), {.impl = info.name});
+      std::printf("%s %s\n", info.op.c_str(), info.name.c_str());
+      list.push_back(info);
+    } catch (const Error& e) {
+      if (e.code() != ErrorCode::kUnsupported) throw;
+      std::printf("%s %s refuses: %s\n", info.op.c_str(), info.name.c_str(), e.what());
+    }
+  }
+  EXPECT_FALSE(list.empty()) << Params::kName << " has no implementation on the device for these arguments";
+  return list;
+}
+
+/// Memory of the device, 0xFF throughout.
+class DeviceMemory {
+ public:
+  explicit DeviceMemory(size_t bytes) : memory_(bytes, cuda_memory()) { poison(); }
+  void poison() { EXPECT_EQ(cudaMemset(memory_.data(), 0xff, memory_.size()), cudaSuccess); }
+  std::byte* data() { return static_cast<std::byte*>(static_cast<void*>(memory_.data())); }
+  size_t size() const { return memory_.size(); }
+
+ private:
+  gannet::Buffer memory_;
+};
+
+size_t bytes_of(const TensorView& v) { return static_cast<size_t>(v.num_elements()) * size_of(v.dtype); }
+
+std::vector<std::byte> host_bytes(const TensorView& v) {
+  const auto* p = static_cast<const std::byte*>(v.data);
+  return {p, p + bytes_of(v)};
+}
+
+/// Arguments with compact tensors, moved to the device. `change` may replace a tensor's shape and bytes on the way.
+template <class Params>
+class OnDevice {
+ public:
+  using Change = std::function<void(const std::string& name, TensorView& v, std::vector<std::byte>& bytes)>;
+  OnDevice(const Params& host, const Change& change) : params(verify::placed_on(DeviceKind::kCuda, host)) {
+    Params::for_each_view(params, [&](const char* name, TensorView& v) {
+      if (!v.given()) return;
+      std::vector<std::byte> bytes = host_bytes(v);
+      change(name, v, bytes);
+      int64_t stride = 1;
+      for (int i = v.rank - 1; i >= 0; --i) {
+        v.stride[static_cast<size_t>(i)] = stride;
+        stride *= v.shape[static_cast<size_t>(i)];
+      }
+      memory_.push_back(std::make_unique<DeviceMemory>(bytes.size()));
+      v.data = memory_.back()->data();
+      cuda_copy(v.data, bytes.data(), bytes.size(), kDevice);
+    });
+  }
+  void run(const std::string& impl) const {
+    const Context context;
+    const OpPlan<Params> plan(context, params, {.impl = impl});
+    DeviceMemory workspace(plan.workspace_bytes() + 16);
+    plan.run(params, {workspace.data(), plan.workspace_bytes()});
+    cuda_wait(kDevice);
+  }
+  std::vector<std::byte> read(const std::string& wanted) const {
+    std::vector<std::byte> host;
+    Params::for_each_view(params, [&](const char* name, const TensorView& v) {
+      if (wanted != name) return;
+      host.resize(bytes_of(v));
+      cuda_copy(host.data(), v.data, host.size(), kDevice);
+    });
+    cuda_wait(kDevice);
+    return host;
+  }
+
+  Params params;
+
+ private:
+  std::vector<std::unique_ptr<DeviceMemory>> memory_;
+};
+
+void add_to_ints(std::vector<std::byte>& bytes, int32_t shift) {  // to those that are not negative, nor garbage
+  for (size_t i = 0; i + 4 <= bytes.size(); i += 4) {
+    int32_t x;
+    std::memcpy(&x, bytes.data() + i, 4);
+    if (x >= 0 && x < INT32_MAX - shift) x += shift;
+    std::memcpy(bytes.data() + i, &x, 4);
+  }
+}
+
+// ---- pools beyond 4 GiB ------------------------------------------------------------------------------------------
+
+constexpr size_t kPoolBytes = size_t{5} << 30;  // 2.7e9 bf16 values
+
+/// The end of a pool that takes kPoolBytes of poison: where the pages of a small pool go.
+template <class Cache>
+struct FarPool {
+  FarPool(const Cache& near, DeviceMemory& memory) : view(near) {
+    memory.poison();
+    view.num_pages = static_cast<int64_t>(memory.size()) / near.page_stride_bytes;
+    view.data = memory.data();
+    view.device = kDevice;
+    page_shift = view.num_pages - near.num_pages;
+    first = memory.data() + page_shift * view.page_stride_bytes;
+    bytes = static_cast<size_t>(near.num_pages * near.page_stride_bytes);
+    EXPECT_GT(page_shift * view.page_stride_bytes, int64_t{1} << 32);
+    std::printf("%lld pages of %lld bytes\n", static_cast<long long>(view.num_pages),
+                static_cast<long long>(view.page_stride_bytes));
+  }
+  void fill(const void* near) const { cuda_copy(first, near, bytes, kDevice); }
+  std::vector<std::byte> read() const {
+    std::vector<std::byte> host(bytes);
+    cuda_copy(host.data(), first, bytes, kDevice);
+    cuda_wait(kDevice);
+    return host;
+  }
+  int32_t slot_shift() const { return static_cast<int32_t>(page_shift * view.page_size); }
+
+  Cache view;
+  int64_t page_shift = 0;
+  std::byte* first = nullptr;
+  size_t bytes = 0;
+};
+
+/// The arguments for the far pool: pages and slots moved there.
+template <class Params, class Cache>
+OnDevice<Params> far_arguments(const Params& near, const FarPool<Cache>& pool) {
+  Params far = near;
+  far.cache = pool.view;
+  return OnDevice<Params>(far, [&](const std::string& name, TensorView&, std::vector<std::byte>& bytes) {
+    if (name == "pages" || name == "indices") add_to_ints(bytes, static_cast<int32_t>(pool.page_shift));
+    if (name == "slots" || name == "topk_slots") add_to_ints(bytes, pool.slot_shift());
+  });
+}
+
+/// Reads of a filled pool: the bits of the small one, but for slots that are written.
+template <class Params, class Cache>
+void expect_same_far(const Params& near, const FarPool<Cache>& pool) {
+  for (const ImplInfo& info : on_device(near)) {
+    const Outputs want = verify::run(near, {.impl = info.name});
+    const OnDevice<Params> far = far_arguments(near, pool);
+    far.run(info.name);
+    for (const std::string& name : want.names) {
+      std::vector<std::byte> expected = want.of(name);
+      if (name == "topk_slots") add_to_ints(expected, pool.slot_shift());
+      EXPECT_EQ(far.read(name), expected) << info.name << " " << name;
+    }
+  }
+}
+
+/// Writes: the pages hold what the oracle puts into the small pool, and the page before them is as it was.
+template <class Params, class Cache>
+void expect_written_far(const Params& near, const FarPool<Cache>& pool) {
+  run_once(Context{}, near, {.impl = "ref"});
+  const auto* const bytes = static_cast<const std::byte*>(near.cache.data);
+  for (const ImplInfo& info : on_device(near)) {
+    ASSERT_EQ(cudaMemset(pool.first, 0xff, pool.bytes), cudaSuccess);
+    far_arguments(near, pool).run(info.name);
+    EXPECT_EQ(pool.read(), std::vector<std::byte>(bytes, bytes + pool.bytes)) << info.name;
+    std::vector<std::byte> before(static_cast<size_t>(pool.view.page_stride_bytes));
+    cuda_copy(before.data(), pool.first - before.size(), before.size(), kDevice);
+    cuda_wait(kDevice);
+    EXPECT_TRUE(std::all_of(before.begin(), before.end(), [](std::byte b) { return b == std::byte{0xff}; }))
+        << info.name << " wrote to the page before";
+  }
+}
+
+/// Slots of all keys of a request, in an order that is not theirs, a few of them negative.
+Tensor slots_of(const Paged& paged, int64_t request) {
+  std::vector<int32_t> list;
+  const int64_t keys = paged.keys_of[static_cast<size_t>(request)];
+  for (int64_t i = 0; i < keys; ++i) list.push_back(static_cast<int32_t>(paged.slot(request, (i * 7) % keys)));
+  for (size_t i = 5; i < list.size(); i += 50) list[i] = -1;
+  return make_ints(list);
+}
+
+Paged few_requests() { return Paged({.seq_lens = {150, 3, 641}, .q_len = 2}); }
+
+TEST_F(CudaLimits, LatentPoolsBeyondFourGiB) {
+  DeviceMemory memory(kPoolBytes);
+  const Paged paged = few_requests();
+  const Tensor slots = slots_of(paged, 2);
+  const int64_t n = slots.view.shape[0];
+  const Tensor latent = make_tensor(DType::kBf16, {n, 512}), rope = make_tensor(DType::kBf16, {n, 64});
+  const Tensor q = make_tensor(DType::kBf16, {paged.num_rows, 16, 576});
+  const Tensor out = make_tensor(DType::kBf16, {paged.num_rows, 16, 512});
+  const Tensor lse = make_tensor(DType::kF32, {paged.num_rows, 16});
+  verify::fill_normal(latent, Rng(1));
+  verify::fill_normal(rope, Rng(2));
+  verify::fill_normal(q, Rng(3));
+  std::vector<int32_t> list;
+  for (int64_t row = 0; row < paged.num_rows; ++row)
+    for (int64_t i = 0; i < 64; ++i)
+      list.push_back(i % 9 == 8 ? -1 : static_cast<int32_t>(paged.slot(2, (row * 64 + i * 5) % 641)));
+  Tensor lists = make_ints(list);
+  lists.view = view(lists.view.ptr<int32_t>(), {paged.num_rows, 64});
+  for (const LatentFormat format : {LatentFormat::kF32, LatentFormat::kBf16, LatentFormat::kE4m3,
+                                    LatentFormat::kPacked656, LatentFormat::kE4m3PerToken}) {
+    std::printf("%s\n", to_string(format));
+    const verify::LatentPool near = verify::make_latent_pool(paged, format, 4);
+    const FarPool<LatentCacheView> far(near.view, memory);
+    far.fill(near.view.data);
+    LatentGather g;
+    g.slots = slots.view;
+    g.cache = near.view;
+    g.latent = latent.view;
+    g.rope = rope.view;
+    expect_same_far(g, far);
+    MlaDecode d;
+    d.q = q.view;
+    d.cache = near.view;
+    d.pages = paged.table();
+    d.rows = paged.rows();
+    d.out = out.view;
+    d.lse = lse.view;
+    d.softmax_scale = kScale;
+    expect_same_far(d, far);
+    SparseAttention s;
+    s.q = q.view;
+    s.cache = near.view;
+    s.topk_slots = lists.view;
+    s.out = out.view;
+    s.lse = lse.view;
+    s.softmax_scale = kScale;
+    expect_same_far(s, far);
+
+    verify::Buffer written(far.bytes);
+    LatentWrite w;
+    w.latent = latent.view;
+    w.rope = rope.view;
+    w.slots = slots.view;
+    w.cache = near.view;
+    w.cache.data = written.data();
+    expect_written_far(w, far);
+  }
+}
+
+TEST_F(CudaLimits, IndexPoolsBeyondFourGiB) {
+  DeviceMemory memory(kPoolBytes);
+  const Paged paged = few_requests();
+  const Tensor slots = slots_of(paged, 2);
+  const int64_t n = slots.view.shape[0];
+  const Tensor k = make_tensor(DType::kBf16, {n, 128});
+  const Tensor q = make_tensor(DType::kBf16, {paged.num_rows, 32, 128});
+  const Tensor weights = make_tensor(DType::kF32, {paged.num_rows, 32});
+  const Tensor logits = make_tensor(DType::kF32, {paged.num_rows, 641});
+  const Tensor list = make_tensor(DType::kI32, {paged.num_rows, 64});
+  const Tensor lens = make_tensor(DType::kI32, {paged.num_rows});
+  verify::fill_normal(k, Rng(1));
+  verify::fill_normal(q, Rng(2));
+  verify::fill_normal(weights, Rng(3));
+  for (const IndexKFormat format : {IndexKFormat::kF32, IndexKFormat::kBf16, IndexKFormat::kE4m3}) {
+    std::printf("%s\n", to_string(format));
+    const verify::IndexPool near = verify::make_index_pool(paged, format, ScaleFormat::kFp32, 128, 4);
+    const FarPool<IndexCacheView> far(near.view, memory);
+    far.fill(near.view.data);
+    IndexKGather g;
+    g.slots = slots.view;
+    g.cache = near.view;
+    g.k = k.view;
+    expect_same_far(g, far);
+    IndexLogits l;
+    l.q = q.view;
+    l.weights = weights.view;
+    l.cache = near.view;
+    l.pages = paged.table();
+    l.rows = paged.rows();
+    l.logits = logits.view;
+    expect_same_far(l, far);
+    IndexSelect s;
+    s.q = q.view;
+    s.weights = weights.view;
+    s.cache = near.view;
+    s.pages = paged.table();
+    s.rows = paged.rows();
+    s.max_seq_len = 641;
+    s.topk_slots = list.view;
+    s.topk_lens = lens.view;
+    expect_same_far(s, far);
+
+    verify::Buffer written(far.bytes);
+    IndexKWrite w;
+    w.k = k.view;
+    w.slots = slots.view;
+    w.cache = near.view;
+    w.cache.data = written.data();
+    expect_written_far(w, far);
+  }
+}
+
+// ---- rows --------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kFewRows = 7;
+
+/// A problem of kFewRows rows, its tensors repeated to `rows` rows: every repetition gives the same, bit for bit where
+/// the implementation promises that, else within `tolerance` of the row's norm.
+template <class Params>
+void expect_repeats(const Params& few, int64_t rows, double tolerance = 0.0) {
+  for (const ImplInfo& info : on_device(few)) {
+    const Outputs want = verify::run(few, {.impl = info.name});
+    OnDevice<Params> many(few, [&](const std::string&, TensorView& v, std::vector<std::byte>& bytes) {
+      if (v.shape[0] != kFewRows) return;
+      v.shape[0] = rows;
+      const size_t row_bytes = bytes.size() / kFewRows;
+      bytes.resize(static_cast<size_t>(rows) * row_bytes);
+      for (size_t i = kFewRows * row_bytes; i < bytes.size(); i += row_bytes)
+        std::memcpy(&bytes[i], &bytes[i - kFewRows * row_bytes], row_bytes);
+    });
+    std::unique_ptr<DeviceMemory> pool;
+    if constexpr (requires { few.cache; }) {
+      pool = std::make_unique<DeviceMemory>(static_cast<size_t>(verify::extent_of(few.cache)));
+      cuda_copy(pool->data(), few.cache.data, pool->size(), kDevice);
+      many.params.cache.data = pool->data();
+    }
+    many.run(info.name);
+    for (const std::string& name : want.names) {
+      const std::vector<std::byte>& expected = want.of(name);
+      const std::vector<std::byte> got = many.read(name);
+      const size_t row_bytes = expected.size() / kFewRows;
+      ASSERT_EQ(got.size(), static_cast<size_t>(rows) * row_bytes);
+      int64_t wrong = 0, first_wrong = -1;
+      for (int64_t t = 0; t < rows; ++t) {
+        const std::byte* x = &got[static_cast<size_t>(t) * row_bytes];
+        const std::byte* y = &expected[static_cast<size_t>(t % kFewRows) * row_bytes];
+        bool same = std::memcmp(x, y, row_bytes) == 0;
+        if (!same && !info.batch_invariant && tolerance > 0.0) {
+          double error = 0.0, norm = 0.0;
+          for (size_t i = 0; i < row_bytes; i += 4) {
+            float u, v;
+            std::memcpy(&u, x + i, 4);
+            std::memcpy(&v, y + i, 4);
+            error += (static_cast<double>(u) - v) * (static_cast<double>(u) - v);
+            norm += static_cast<double>(v) * v;
+          }
+          same = error <= tolerance * tolerance * norm;  // not with NaN
+        }
+        if (same) continue;
+        if (wrong++ == 0) first_wrong = t;
+      }
+      EXPECT_EQ(wrong, 0) << info.name << " " << name << ": the first wrong row is " << first_wrong;
+    }
+  }
+}
+
+/// Two sums of the same terms in other orders, with weights in bf16.
+double twice_attention_tolerance() {
+  verify::AttentionPrecision p;
+  p.num_keys = 200;
+  p.score_deviation = std::sqrt(576.0) * kScale;
+  return 2.0 * verify::attention_tolerance(p);
+}
+
+Paged few_rows() { return Paged({.seq_lens = {1, 3, 64, 65, 130, 17, 200}}); }
+
+TEST_F(CudaLimits, AttentionOverABatchOf65536) {
+  const Paged paged = few_rows();
+  const verify::LatentPool pool = verify::make_latent_pool(paged, LatentFormat::kBf16, 4);
+  const Tensor q = make_tensor(DType::kBf16, {kFewRows, 2, 576});
+  const Tensor out = make_tensor(DType::kF32, {kFewRows, 2, 512}), lse = make_tensor(DType::kF32, {kFewRows, 2});
+  verify::fill_normal(q, Rng(3));
+  MlaDecode d;
+  d.q = q.view;
+  d.cache = pool.view;
+  d.pages = paged.table();
+  d.rows = paged.rows();
+  d.out = out.view;
+  d.lse = lse.view;
+  d.softmax_scale = kScale;
+  expect_repeats(d, kBatch, twice_attention_tolerance());
+
+  std::vector<int32_t> list;
+  for (int64_t row = 0; row < kFewRows; ++row)
+    for (int64_t i = 0; i < 64; ++i)
+      list.push_back(i % 9 == 8 ? -1 : static_cast<int32_t>(paged.slot(6, (row * 64 + i * 5) % 200)));
+  Tensor lists = make_ints(list);
+  lists.view = view(lists.view.ptr<int32_t>(), {kFewRows, 64});
+  SparseAttention s;
+  s.q = q.view;
+  s.cache = pool.view;
+  s.topk_slots = lists.view;
+  s.out = out.view;
+  s.lse = lse.view;
+  s.softmax_scale = kScale;
+  expect_repeats(s, kBatch, twice_attention_tolerance());
+}
+
+TEST_F(CudaLimits, SelectionOverABatchOf65536) {
+  const Paged paged = few_rows();
+  // Whole numbers: every order of sums gives the same bits.
+  const verify::IndexPool pool = verify::make_index_pool(paged, IndexKFormat::kE4m3, ScaleFormat::kPowerOfTwo, 128, 4,
+                                                         verify::Poison::kNan, 0, true);
+  const Tensor q = make_tensor(DType::kE4m3, {kFewRows, 32, 128}), weights = make_tensor(DType::kF32, {kFewRows, 32});
+  Rng rng(5);
+  for (int64_t t = 0; t < kFewRows; ++t)
+    for (int64_t h = 0; h < 32; ++h) {
+      verify::set(weights.view, static_cast<float>(rng.below(5)) - 2.0f, t, h);
+      for (int64_t d = 0; d < 128; ++d) verify::set(q.view, static_cast<float>(rng.below(5)) - 2.0f, t, h, d);
+    }
+  const Tensor logits = make_tensor(DType::kF32, {kFewRows, 200});
+  IndexLogits l;
+  l.q = q.view;
+  l.weights = weights.view;
+  l.cache = pool.view;
+  l.pages = paged.table();
+  l.rows = paged.rows();
+  l.logits = logits.view;
+  expect_repeats(l, kBatch);
+
+  const Tensor list = make_tensor(DType::kI32, {kFewRows, 32}), lens = make_tensor(DType::kI32, {kFewRows});
+  IndexSelect s;
+  s.q = q.view;
+  s.weights = weights.view;
+  s.cache = pool.view;
+  s.pages = paged.table();
+  s.rows = paged.rows();
+  s.max_seq_len = 200;
+  s.topk_slots = list.view;
+  s.topk_lens = lens.view;
+  expect_repeats(s, kBatch);
+
+  verify::fill_normal(logits, Rng(6));
+  const Tensor columns = make_ints({200, 1, 0, 33, 64, 199, 100});
+  TopK t;
+  t.logits = logits.view;
+  t.lens = columns.view;
+  t.positions = list.view;
+  t.counts = lens.view;
+  expect_repeats(t, kBatch);
+}
+
+TEST_F(CudaLimits, MergeRopeAndGathersOf65536Rows) {
+  const Tensor a = make_tensor(DType::kBf16, {kFewRows, 3, 128}), b = make_tensor(DType::kBf16, {kFewRows, 3, 128});
+  const Tensor la = make_tensor(DType::kF32, {kFewRows, 3}), lb = make_tensor(DType::kF32, {kFewRows, 3});
+  verify::fill_normal(a, Rng(1));
+  verify::fill_normal(b, Rng(2));
+  verify::fill_normal(la, Rng(3));
+  verify::fill_normal(lb, Rng(4));
+  MergeState m;
+  m.out_a = a.view;
+  m.lse_a = la.view;
+  m.out_b = b.view;
+  m.lse_b = lb.view;
+  expect_repeats(m, kBatch);
+
+  const Tensor table = make_tensor(DType::kF32, {100, 64});
+  verify::fill_normal(table, Rng(5));
+  const Tensor positions = make_ints({0, 99, 5, 6, 50, 51, 7});
+  Rope r;
+  r.x = a.view;
+  r.positions = positions.view;
+  r.cos_sin = table.view;
+  r.offset = 64;
+  expect_repeats(r, kBatch);
+
+  const Paged paged = few_rows();
+  std::vector<int32_t> list;
+  for (int64_t i = 0; i < kFewRows; ++i) list.push_back(i == 3 ? -1 : static_cast<int32_t>(paged.slot(6, 20 * i)));
+  const Tensor slots = make_ints(list);
+  const Tensor latent = make_tensor(DType::kBf16, {kFewRows, 512}), rope = make_tensor(DType::kBf16, {kFewRows, 64});
+  for (const LatentFormat format : {LatentFormat::kBf16, LatentFormat::kE4m3, LatentFormat::kPacked656}) {
+    const verify::LatentPool pool = verify::make_latent_pool(paged, format, 4);
+    LatentGather g;
+    g.slots = slots.view;
+    g.cache = pool.view;
+    g.latent = latent.view;
+    g.rope = rope.view;
+    expect_repeats(g, kBatch);
+  }
+  const verify::IndexPool pool = verify::make_index_pool(paged, IndexKFormat::kE4m3, ScaleFormat::kFp32, 128, 4);
+  const Tensor k = make_tensor(DType::kBf16, {kFewRows, 128});
+  IndexKGather g;
+  g.slots = slots.view;
+  g.cache = pool.view;
+  g.k = k.view;
+  expect_repeats(g, kBatch);
+}
+
+/// 65,536 rows written to as many slots, and read back as a write of seven is.
+TEST_F(CudaLimits, WritesOf65536Rows) {
+  constexpr int64_t kPages = kBatch / 64;
+  const Tensor latent = make_tensor(DType::kBf16, {kFewRows, 512}), rope = make_tensor(DType::kBf16, {kFewRows, 64});
+  verify::fill_normal(latent, Rng(1));
+  verify::fill_normal(rope, Rng(2));
+  const Tensor few_slots = make_ints({0, 1, 2, 3, 4, 5, 6});
+  for (const LatentFormat format : {LatentFormat::kBf16, LatentFormat::kE4m3, LatentFormat::kPacked656}) {
+    LatentWrite w;
+    w.latent = latent.view;
+    w.rope = rope.view;
+    w.slots = few_slots.view;
+    w.cache.format = format;
+    w.cache.num_pages = kPages;
+    w.cache.scale = 0.03f;
+    w.cache.page_stride_bytes = 64 * latent_row_bytes(format, {});
+    const auto row_bytes = static_cast<size_t>(latent_row_bytes(format, {}));
+    verify::Buffer few(kFewRows * row_bytes);
+    w.cache.data = few.data();
+    run_once(Context{}, w, {.impl = "ref"});  // touches the first seven rows alone
+    for (const ImplInfo& info : on_device(w)) {
+      OnDevice<LatentWrite> many(w, [&](const std::string& name, TensorView& v, std::vector<std::byte>& bytes) {
+        v.shape[0] = kBatch;
+        const size_t line = bytes.size() / kFewRows;
+        bytes.resize(kBatch * line);
+        for (int64_t t = kFewRows; t < kBatch; ++t) {
+          const auto slot = static_cast<int32_t>(t);
+          const void* from =
+              name == "slots" ? static_cast<const void*>(&slot) : &bytes[static_cast<size_t>(t % kFewRows) * line];
+          std::memcpy(&bytes[static_cast<size_t>(t) * line], from, line);
+        }
+      });
+      DeviceMemory pool(static_cast<size_t>(w.cache.page_stride_bytes * kPages));
+      many.params.cache.data = pool.data();
+      many.run(info.name);
+      std::vector<std::byte> got(pool.size());
+      cuda_copy(got.data(), pool.data(), got.size(), kDevice);
+      cuda_wait(kDevice);
+      int64_t wrong = 0;
+      for (int64_t t = 0; t < kBatch; ++t)
+        wrong += std::memcmp(&got[static_cast<size_t>(t) * row_bytes],
+                             few.data() + static_cast<size_t>(t % kFewRows) * row_bytes, row_bytes) != 0;
+      EXPECT_EQ(wrong, 0) << info.name << " " << to_string(format);
+    }
+  }
+}
+
+struct Prefill {
+  Prefill(const std::vector<int32_t>& q_lens, const std::vector<int32_t>& kv_lens) {
+    std::vector<int32_t> cu_q = {0}, cu_kv = {0};
+    for (const int32_t n : q_lens) cu_q.push_back(cu_q.back() + n);
+    for (const int32_t n : kv_lens) cu_kv.push_back(cu_kv.back() + n);
+    q = make_tensor(DType::kBf16, {cu_q.back(), 2, 192});
+    k = make_tensor(DType::kBf16, {cu_kv.back(), 2, 192});
+    v = make_tensor(DType::kBf16, {cu_kv.back(), 2, 128});
+    out = make_tensor(DType::kF32, {cu_q.back(), 2, 128});
+    lse = make_tensor(DType::kF32, {cu_q.back(), 2});
+    q_starts = make_ints(cu_q);
+    kv_starts = make_ints(cu_kv);
+    params.q = q.view;
+    params.k = k.view;
+    params.v = v.view;
+    params.out = out.view;
+    params.lse = lse.view;
+    params.cu_q_lens = q_starts.view;
+    params.cu_kv_lens = kv_starts.view;
+    params.softmax_scale = kScale;
+  }
+  void fill() const {
+    verify::fill_normal(q, Rng(1));
+    verify::fill_normal(k, Rng(2));
+    verify::fill_normal(v, Rng(3));
+  }
+  Tensor q, k, v, out, lse, q_starts, kv_starts;  // NaN, all but the starts
+  RaggedPrefill params;
+};
+
+/// The last rows of `t`, from the first of `few` on, become those of `few`.
+void end_with(const Tensor& t, const Tensor& few) {
+  const size_t bytes = bytes_of(few.view);
+  std::memcpy(static_cast<std::byte*>(t.view.data) + bytes_of(t.view) - bytes, few.view.data, bytes);
+}
+
+void expect_rows(const std::string& what, const ImplInfo& info, const std::vector<float>& got,
+                 const std::vector<float>& want, size_t width, double tolerance) {
+  ASSERT_EQ(got.size(), want.size());
+  int64_t wrong = 0;
+  for (size_t row = 0; row < want.size(); row += width) {
+    if (std::memcmp(&got[row], &want[row], width * 4) == 0) continue;
+    double error = 0.0, norm = 0.0;
+    for (size_t d = row; d < row + width; ++d) {
+      error += (static_cast<double>(got[d]) - want[d]) * (static_cast<double>(got[d]) - want[d]);
+      norm += static_cast<double>(want[d]) * want[d];
+    }
+    wrong += info.batch_invariant || !(error <= tolerance * tolerance * norm);
+  }
+  EXPECT_EQ(wrong, 0) << info.name << " " << what;
+}
+
+/// One request of 65,537 rows over 40 keys: causal, so that only the last 40 see any; the queries of others are NaN.
+TEST_F(CudaLimits, PrefillOf65537Rows) {
+  constexpr int32_t kKeys = 40, kLast = 48;
+  const Prefill few({kLast}, {kKeys});
+  const Prefill many({static_cast<int32_t>(kPrefillRows)}, {kKeys});
+  few.fill();
+  end_with(many.q, few.q);
+  end_with(many.k, few.k);
+  end_with(many.v, few.v);
+  for (const ImplInfo& info : on_device(many.params)) {
+    const Outputs want = verify::run(few.params, {.impl = info.name});
+    const Outputs got = verify::run(many.params, {.impl = info.name});
+    EXPECT_EQ(got.fault, "");
+    for (const std::string name : {"out", "lse"}) {
+      const std::vector<float> all = got.floats(name), last = want.floats(name);
+      const size_t empty = all.size() - last.size();
+      const float nothing = name == "out" ? 0.0f : -INFINITY;
+      EXPECT_TRUE(
+          std::all_of(all.begin(), all.begin() + static_cast<int64_t>(empty), [&](float x) { return x == nothing; }))
+          << info.name << " " << name << " of rows without keys";
+      expect_rows(name, info, {all.begin() + static_cast<int64_t>(empty), all.end()}, last, name == "out" ? 128 : 2,
+                  twice_attention_tolerance());
+    }
+  }
+}
+
+/// 65,537 requests of one row each, over one to seven keys.
+TEST_F(CudaLimits, PrefillOf65537Requests) {
+  std::vector<int32_t> one_each(kFewRows, 1), keys, all_one(kPrefillRows, 1), all_keys;
+  for (int32_t i = 0; i < kFewRows; ++i) keys.push_back(i + 1);
+  for (int64_t i = 0; i < kPrefillRows; ++i) all_keys.push_back(keys[static_cast<size_t>(i % kFewRows)]);
+  const Prefill few(one_each, keys);
+  const Prefill many(all_one, all_keys);
+  few.fill();
+  const auto repeat = [](const Tensor& t, const Tensor& of) {
+    const size_t bytes = bytes_of(t.view), period = bytes_of(of.view);
+    for (size_t i = 0; i < bytes; i += period)
+      std::memcpy(static_cast<std::byte*>(t.view.data) + i, of.view.data, std::min(period, bytes - i));
+  };
+  repeat(many.q, few.q);
+  repeat(many.k, few.k);
+  repeat(many.v, few.v);
+  for (const ImplInfo& info : on_device(many.params)) {
+    const Outputs want = verify::run(few.params, {.impl = info.name});
+    const Outputs got = verify::run(many.params, {.impl = info.name});
+    EXPECT_EQ(got.fault, "");
+    for (const std::string name : {"out", "lse"}) {
+      const std::vector<float> period = want.floats(name);
+      std::vector<float> expected(got.floats(name).size());
+      for (size_t i = 0; i < expected.size(); ++i) expected[i] = period[i % period.size()];
+      expect_rows(name, info, got.floats(name), expected, name == "out" ? 128 : 2, twice_attention_tolerance());
+    }
+  }
+}
+
+// ---- the same bits, again and again -----------------------------------------------------------------------------
+
+/// Keeps the device busy from a stream of its own.
+class BusyStream {
+ public:
+  BusyStream() : from_(kBytes), to_(kBytes), thread_([this] { run(); }) {
+    while (copies_ == 0) std::this_thread::yield();
+  }
+  ~BusyStream() {
+    stop_ = true;
+    thread_.join();
+  }
+  int64_t copies() const { return copies_; }
+
+ private:
+  static constexpr size_t kBytes = size_t{64} << 20;
+  void run() {
+    cudaStream_t stream;
+    if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) {
+      copies_ = 1;  // and no more
+      return;
+    }
+    while (!stop_) {
+      for (int i = 0; i < 8; ++i) cudaMemcpyAsync(to_.data(), from_.data(), kBytes, cudaMemcpyDeviceToDevice, stream);
+      cudaStreamSynchronize(stream);
+      copies_ += 8;
+    }
+    cudaStreamDestroy(stream);
+  }
+  DeviceMemory from_, to_;
+  std::atomic<bool> stop_ = false;
+  std::atomic<int64_t> copies_ = 0;
+  std::thread thread_;  // last: it uses the others
+};
+
+/// 20 launches, each into memory of its own, with scratch of 0xFF.
+template <class Params>
+void expect_same_bits(const Params& params, const BusyStream& busy) {
+  for (const ImplInfo& info : on_device(params)) {
+    const Outputs first = verify::run(params, {.impl = info.name});
+    const int64_t before = busy.copies();
+    for (int i = 1; i < 20; ++i)
+      ASSERT_EQ(verify::run(params, {.impl = info.name}), first) << info.name << " launch " << i;
+    EXPECT_GT(busy.copies(), before) << "the other stream stood still";
+  }
+}
+
+TEST_F(CudaLimits, TwentyLaunchesBesideABusyStreamGiveTheSameBits) {
+  const BusyStream busy;
+  const Paged paged({.seq_lens = {2600, 1, 701, 64}, .q_len = 2});
+  const int64_t rows = paged.num_rows;
+  const Tensor q = make_tensor(DType::kBf16, {rows, 32, 576}), out = make_tensor(DType::kBf16, {rows, 32, 512});
+  const Tensor lse = make_tensor(DType::kF32, {rows, 32});
+  verify::fill_normal(q, Rng(3));
+  std::vector<int32_t> list;
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t i = 0; i < 512; ++i) list.push_back(static_cast<int32_t>(paged.slot(0, (row * 64 + i * 5) % 2600)));
+  Tensor lists = make_ints(list);
+  lists.view = view(lists.view.ptr<int32_t>(), {rows, 512});
+  const Tensor slots = slots_of(paged, 2);
+  const int64_t n = slots.view.shape[0];
+  const Tensor latent = make_tensor(DType::kBf16, {n, 512}), rope = make_tensor(DType::kBf16, {n, 64});
+  verify::fill_normal(latent, Rng(1));
+  verify::fill_normal(rope, Rng(2));
+  for (const LatentFormat format : {LatentFormat::kBf16, LatentFormat::kE4m3, LatentFormat::kPacked656}) {
+    const verify::LatentPool pool = verify::make_latent_pool(paged, format, 4);
+    MlaDecode d;
+    d.q = q.view;
+    d.cache = pool.view;
+    d.pages = paged.table();
+    d.rows = paged.rows();
+    d.out = out.view;
+    d.lse = lse.view;
+    d.softmax_scale = kScale;
+    expect_same_bits(d, busy);
+    SparseAttention s;
+    s.q = q.view;
+    s.cache = pool.view;
+    s.topk_slots = lists.view;
+    s.out = out.view;
+    s.lse = lse.view;
+    s.softmax_scale = kScale;
+    expect_same_bits(s, busy);
+    expect_same_bits(LatentWrite{latent.view, rope.view, slots.view, pool.view}, busy);
+    expect_same_bits(LatentGather{slots.view, pool.view, latent.view, rope.view}, busy);
+  }
+
+  const verify::IndexPool pool = verify::make_index_pool(paged, IndexKFormat::kE4m3, ScaleFormat::kFp32, 128, 4);
+  const Tensor k = make_tensor(DType::kBf16, {n, 128});
+  verify::fill_normal(k, Rng(7));
+  expect_same_bits(IndexKWrite{k.view, slots.view, pool.view}, busy);
+  expect_same_bits(IndexKGather{slots.view, pool.view, k.view}, busy);
+  const Tensor iq = make_tensor(DType::kE4m3, {rows, 32, 128}), weights = make_tensor(DType::kF32, {rows, 32});
+  const Tensor logits = make_tensor(DType::kF32, {rows, 2600});
+  const Tensor picked = make_tensor(DType::kI32, {rows, 256}), lens = make_tensor(DType::kI32, {rows});
+  verify::fill_normal(iq, Rng(8));
+  verify::fill_normal(weights, Rng(9));
+  IndexLogits l;
+  l.q = iq.view;
+  l.weights = weights.view;
+  l.cache = pool.view;
+  l.pages = paged.table();
+  l.rows = paged.rows();
+  l.logits = logits.view;
+  expect_same_bits(l, busy);
+  IndexSelect s;
+  s.q = iq.view;
+  s.weights = weights.view;
+  s.cache = pool.view;
+  s.pages = paged.table();
+  s.rows = paged.rows();
+  s.max_seq_len = 2600;
+  s.topk_slots = picked.view;
+  s.topk_lens = lens.view;
+  expect_same_bits(s, busy);
+  verify::fill_normal(logits, Rng(10));
+  const Tensor columns = make_ints(std::vector<int32_t>(static_cast<size_t>(rows), 2600));
+  expect_same_bits(TopK{logits.view, columns.view, picked.view, lens.view}, busy);
+
+  const Prefill prefill({200, 1, 300}, {200, 77, 1000});
+  prefill.fill();
+  expect_same_bits(prefill.params, busy);
+  const Tensor other = make_tensor(DType::kBf16, {rows, 32, 512}), lse_b = make_tensor(DType::kF32, {rows, 32});
+  verify::fill_normal(out, Rng(11));
+  verify::fill_normal(other, Rng(12));
+  verify::fill_normal(lse, Rng(13));
+  verify::fill_normal(lse_b, Rng(14));
+  MergeState m;
+  m.out_a = out.view;
+  m.lse_a = lse.view;
+  m.out_b = other.view;
+  m.lse_b = lse_b.view;
+  expect_same_bits(m, busy);
+  const Tensor table = make_tensor(DType::kF32, {100, 64});
+  verify::fill_normal(table, Rng(15));
+  const Tensor positions = make_ints(std::vector<int32_t>(static_cast<size_t>(rows), 7));
+  Rope r;
+  r.x = q.view;
+  r.positions = positions.view;
+  r.cos_sin = table.view;
+  r.offset = 512;
+  expect_same_bits(r, busy);
+}
+
+}  // namespace
+}  // namespace gannet_test
