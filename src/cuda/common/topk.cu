@@ -306,6 +306,36 @@ __device__ void find_digit(Team& t, const uint32_t* histogram, const uint32_t* g
   }
 }
 
+/// Counts the keys that share the known digits by their next one.
+template <class Source>
+__device__ void count_digit(const Team& t, const Source& source, uint32_t* histogram, uint32_t known, uint32_t prefix,
+                            int shift, uint32_t mask) {
+  for (uint32_t tile = 0; tile < source.num_tiles(); ++tile) {
+    uint32_t key[kPerThread];
+    const uint32_t valid = source.load(t, tile, key);
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j)
+      if ((valid >> j & 1) != 0 && (key[j] & known) == prefix) atomicAdd(&histogram[key[j] >> shift & mask], 1u);
+  }
+}
+__device__ void count_digit(const Team&, const List& list, uint32_t* histogram, uint32_t known, uint32_t prefix,
+                            int shift, uint32_t mask) {
+  for (uint32_t at = 4 * threadIdx.x; at < list.end; at += 4 * kThreads) {
+    const uint4 four = *reinterpret_cast<const uint4*>(list.keys + at);
+    const uint32_t key[4] = {four.x, four.y, four.z, four.w};
+    if (at >= list.first && at + 4 <= list.end) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if ((key[e] & known) == prefix) atomicAdd(&histogram[key[e] >> shift & mask], 1u);
+    } else {
+#pragma unroll
+      for (uint32_t e = 0; e < 4; ++e)
+        if (at + e >= list.first && at + e < list.end && (key[e] & known) == prefix)
+          atomicAdd(&histogram[key[e] >> shift & mask], 1u);
+    }
+  }
+}
+
 /// The k-th largest key of all blocks' sources, which hold at least k. `counted`: the caller has filled the first
 /// histogram. Barriers on entry and exit: sources are complete, and shared memory may be reused by this block.
 template <class Source>
@@ -317,17 +347,7 @@ __device__ Threshold select(Team& t, const Source& source, uint32_t k, bool coun
     uint32_t* histogram = s.histogram[t.histogram];
     uint32_t* groups = s.groups[t.histogram];
     uint32_t* next = s.histogram[t.histogram ^ 1];
-    if (!counted) {
-      for (uint32_t tile = 0; tile < source.num_tiles(); ++tile) {
-        uint32_t key[kPerThread];
-        const uint32_t valid = source.load(t, tile, key);
-#pragma unroll
-        for (int j = 0; j < kPerThread; ++j) {
-          if ((valid >> j & 1) != 0 && (key[j] & known) == prefix)
-            atomicAdd(&histogram[key[j] >> shift & static_cast<uint32_t>(bins - 1)], 1u);
-        }
-      }
-    }
+    if (!counted) count_digit(t, source, histogram, known, prefix, shift, static_cast<uint32_t>(bins - 1));
     counted = false;
     __syncthreads();
     {  // eight threads a group, four bins each
@@ -400,6 +420,71 @@ __device__ void for_each_taken(Team& t, const Source& source, const Threshold& t
   }
 }
 
+/// Calls emit(index, column) for the taken keys in order of column. A warp marks its stretch of the list by ballots: a
+/// word for 32 neighbours, which lane i keeps of the i-th 32; then it knows each key's place by counting bits. A lane
+/// has a key at a time and neighbours are written by neighbours: a third of the instructions of for_each_taken().
+template <class Emit>
+__device__ void emit_taken(Team& t, const List& list, const Threshold& threshold, uint32_t greater, uint32_t equal,
+                           const Emit& emit) {
+  constexpr uint32_t kRoundKeys = kThreads * 32;
+  const uint32_t lower_lanes = (1u << t.lane) - 1, quota = threshold.quota;
+  const bool ties = quota != 0;
+  for (uint32_t base = 0; base < list.end; base += kRoundKeys) {
+    const uint32_t each = (min(list.end - base, kRoundKeys) + kThreads - 1) / kThreads * 32;  // keys of a warp
+    const uint32_t begin = base + t.warp * each;
+    const int words = begin < list.end ? static_cast<int>((min(each, list.end - begin) + 31) / 32) : 0;
+    uint32_t above = 0, level = 0;
+#pragma unroll 4
+    for (int i = 0; i < words; ++i) {
+      const uint32_t at = begin + 32 * i + t.lane;
+      const bool there = at >= list.first && at < list.end;
+      const uint32_t key = there ? list.keys[at] : 0;
+      const uint32_t a = __ballot_sync(kAll, there && key > threshold.key);
+      if (t.lane == i) above = a;
+      if (ties) {
+        const uint32_t l = __ballot_sync(kAll, there && key == threshold.key);
+        if (t.lane == i) level = l;
+      }
+    }
+    const uint32_t own = static_cast<uint32_t>(__popc(above) | __popc(level) << 16);  // of a round: 2^14 at most
+    uint32_t upto = own;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const uint32_t other = __shfl_up_sync(kAll, upto, step);
+      if (t.lane >= step) upto += other;
+    }
+    uint32_t* totals = t.shared.warp_totals[t.totals];
+    t.totals ^= 1;
+    if (t.lane == 31) totals[t.warp] = upto;
+    __syncthreads();
+    const uint32_t counts = t.lane < kWarps ? totals[t.lane] : 0;
+    const uint32_t before = upto - own + __reduce_add_sync(kAll, t.lane < t.warp ? counts : 0);
+    const uint32_t all = __reduce_add_sync(kAll, counts);
+    const uint32_t greater_before = greater + (before & 0xffff), equal_before = equal + (before >> 16);
+#pragma unroll 2
+    for (int i = 0; i < words; ++i) {
+      const uint32_t a = __shfl_sync(kAll, above, i), l = ties ? __shfl_sync(kAll, level, i) : 0;
+      uint32_t index = __shfl_sync(kAll, greater_before, i) + static_cast<uint32_t>(__popc(a & lower_lanes));
+      bool taken = (a >> t.lane & 1) != 0;
+      if (ties) {
+        const uint32_t e = __shfl_sync(kAll, equal_before, i) + static_cast<uint32_t>(__popc(l & lower_lanes));
+        taken = taken || ((l >> t.lane & 1) != 0 && e < quota);
+        index += min(e, quota);
+      }
+      const uint32_t at = begin + 32 * i + t.lane;
+      if (taken) emit(index, list.column_of != nullptr ? list.column_of[at] : at + list.offset);
+    }
+    greater += all & 0xffff;
+    equal += all >> 16;
+  }
+}
+template <class T, class Emit>
+__device__ void emit_taken(Team& t, const RowSlice<T>& slice, const Threshold& threshold, uint32_t greater,
+                           uint32_t equal, const Emit& emit) {
+  for_each_taken(t, slice, threshold, greater, equal,
+                 [&](uint32_t index, uint32_t, uint32_t column) { emit(index, column); });
+}
+
 // ---- filling the list --------------------------------------------------------------------------------------------
 
 /// All keys of a slice, and their first histogram.
@@ -421,9 +506,14 @@ __device__ void keep_whole(Team& t, const RowSlice<T>& slice, List& list) {
       if (four == 0) continue;
       uint32_t key[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        key[e] = order_key(x[4 * r + e]);
-        if ((four >> e & 1) != 0) count_key(histogram, key[e]);
+      for (int e = 0; e < 4; ++e) key[e] = order_key(x[4 * r + e]);
+      if (four == 0xf) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) count_key(histogram, key[e]);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if ((four >> e & 1) != 0) count_key(histogram, key[e]);
       }
       const uint32_t at = slice.place(t, tile, 4 * r / slice.kRun) + 4 * r % slice.kRun - slice.begin;
       *reinterpret_cast<uint4*>(list.keys + at) = {key[0], key[1], key[2], key[3]};
@@ -506,8 +596,9 @@ __device__ void keep_best(Team& t, const RowSlice<T>& slice, List& list, uint32_
 
 // ---- the kernel --------------------------------------------------------------------------------------------------
 
-template <class T>
-__global__ void __launch_bounds__(kThreads, 2)
+/// kWhole: every slice is kept whole, which takes fewer registers: three blocks on a multiprocessor instead of two.
+template <class T, bool kWhole>
+__global__ void __launch_bounds__(kThreads, kWhole ? 3 : 2)
     topk_kernel(const __grid_constant__ TopKArgs a, const __grid_constant__ uint32_t list_words) {
   wait_for_stream();
   let_next_start();
@@ -526,21 +617,26 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   n = max(int64_t{0}, min(n, a.num_columns));
   const PageList pages = place.request >= 0 ? page_list(a.pages, place.request) : PageList{nullptr, 0};
-  const auto emit = [&](int64_t index, int64_t column) {
-    if (a.positions != nullptr) a.positions[row * a.positions_stride + index] = static_cast<int32_t>(column);
-    if (a.slots == nullptr) return;
-    int32_t slot = -1;
-    if (column >= 0) {
-      const uint32_t page_size = static_cast<uint32_t>(a.page_size), c = static_cast<uint32_t>(column);
-      const uint32_t page = c / page_size;
-      const int64_t id = pages.ids[page];
-      if (id >= 0 && id < a.num_pages) slot = static_cast<int32_t>(id * a.page_size + (c - page * page_size));
-    }
-    a.slots[row * a.slots_stride + index] = slot;
+  int32_t* const positions = a.positions != nullptr ? a.positions + row * a.positions_stride : nullptr;
+  int32_t* const slots = a.slots != nullptr ? a.slots + row * a.slots_stride : nullptr;
+  const auto emit = [&](uint32_t index, uint32_t column) {
+    if (positions != nullptr) positions[index] = static_cast<int32_t>(column);
+    if (slots == nullptr) return;
+    const uint32_t page_size = static_cast<uint32_t>(a.page_size), page = column / page_size;
+    const int64_t id = pages.ids[page];
+    slots[index] = id >= 0 && id < a.num_pages ? static_cast<int32_t>(id * a.page_size + (column - page * page_size))
+                                               : -1;
   };
   if (t.rank == 0 && threadIdx.x == 0) a.counts[row] = static_cast<int32_t>(min(n, a.k));
   if (n <= a.k) {  // everything is taken: scores do not matter
-    for (int64_t i = t.rank * kThreads + threadIdx.x; i < a.k; i += t.ranks * kThreads) emit(i, i < n ? i : -1);
+    for (int64_t i = t.rank * kThreads + threadIdx.x; i < a.k; i += t.ranks * kThreads) {
+      if (i < n) {
+        emit(static_cast<uint32_t>(i), static_cast<uint32_t>(i));
+      } else {
+        if (positions != nullptr) positions[i] = -1;
+        if (slots != nullptr) slots[i] = -1;
+      }
+    }
     return;
   }
 
@@ -574,20 +670,21 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (threshold.quota == 0) greater += equal;  // a digit that is taken whole: its keys are above the threshold
       cluster_arrive();
     }
-    for_each_taken(t, source, threshold, greater, equal,
-                   [&](uint32_t index, uint32_t, uint32_t column) { emit(index, column); });
+    emit_taken(t, source, threshold, greater, equal, emit);
     if (t.ranks > 1) cluster_wait();  // nobody reads this block's counts any more
   };
   List list{};
   list.keys = reinterpret_cast<uint32_t*>(memory + sizeof(Shared));
-  if (slice.end - slice.begin <= list_words) {
+  if (kWhole || slice.end - slice.begin <= list_words) {
     keep_whole(t, slice, list);
     finish(list, true);
-  } else if (pair_capacity(list_words) >= k + kTile) {
-    keep_best(t, slice, list, pair_capacity(list_words), k);
-    finish(list, false);
-  } else {
-    finish(slice, false);
+  } else if constexpr (!kWhole) {
+    if (pair_capacity(list_words) >= k + kTile) {
+      keep_best(t, slice, list, pair_capacity(list_words), k);
+      finish(list, false);
+    } else {
+      finish(slice, false);
+    }
   }
 }
 
@@ -600,6 +697,7 @@ struct Machine {
 
 struct Shape {
   uint32_t ranks, list_words;
+  bool whole;  // no block has more columns than words
 };
 
 /// How many blocks share a row, and the words of their lists; `columns` is the most that a row can have.
@@ -622,7 +720,7 @@ Shape shape_of(const Machine& m, int64_t rows, int64_t columns, int64_t k) {
   else if (slice <= std::min(kListWords, limit)) words = slice;
   else if (pair_capacity(static_cast<uint32_t>(pairs)) >= k + kTile) words = pairs;
   else words = slice <= limit ? slice : 0;
-  return {static_cast<uint32_t>(ranks), static_cast<uint32_t>(words)};
+  return {static_cast<uint32_t>(ranks), static_cast<uint32_t>(words), columns <= k || slice <= words};
 }
 
 template <class T>
@@ -633,14 +731,15 @@ void launch(const char* function, const TopKArgs& a, int64_t num_rows, Stream st
   GANNET_CUDA(function, cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
   GANNET_CUDA(function, cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   GANNET_CUDA(function, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  GANNET_CUDA(function, cudaFuncGetAttributes(&attributes, topk_kernel<T>));
+  GANNET_CUDA(function, cudaFuncGetAttributes(&attributes, topk_kernel<T, true>));
   // A kernel from the intermediate code of an older architecture has no clusters, wherever it runs.
   const Machine machine{sms, shared, major >= 9 && attributes.ptxVersion >= 90};
   const Shape shape = shape_of(machine, num_rows, a.num_columns, a.k);
   const size_t bytes = sizeof(Shared) + shape.list_words * sizeof(uint32_t);
-  GANNET_CUDA(function, cudaFuncSetAttribute(topk_kernel<T>, cudaFuncAttributePreferredSharedMemoryCarveout,
+  auto* const kernel = shape.whole ? topk_kernel<T, true> : topk_kernel<T, false>;
+  GANNET_CUDA(function, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                              cudaSharedmemCarveoutMaxShared));
-  launch_kernel(function, topk_kernel<T>,
+  launch_kernel(function, kernel,
                 {.blocks = num_rows * shape.ranks,
                  .threads = kThreads,
                  .shared_bytes = bytes,
