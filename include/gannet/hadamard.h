@@ -9,19 +9,24 @@
 #pragma once
 
 #include "gannet/context.h"
+#include "gannet/device.h"
 #include "gannet/tensor.h"
 
 namespace gannet {
 inline namespace v0 {
 
 /// to[..., :] = H x from[..., :] * n^-0.5 over the last dimension n, a power of two up to 1,024; H in Sylvester order,
-/// H(i, j) = (-1)^(number of ones of i & j). Applied twice it is the identity. Both are host tensors, fp32 or bf16, of
+/// H(i, j) = (-1)^(number of ones of i & j). Applied twice it is the identity. Both are on one device, fp32 or bf16, of
 /// the same shape and dtype, with rows that begin at multiples of 16 bytes; they may be the same tensor and else do not
-/// overlap. fp32 arithmetic, rounded to the dtype once. A row's bits depend on that row alone.
+/// overlap. fp32 arithmetic, rounded to the dtype once. A row's bits depend on that row alone and are the same on every
+/// device.
 ///
-/// Throws Error(kInvalidArgument) for other shapes and dtypes, kUnsupported for memory that is not the host's. Thread
-/// safety: works on the context's executor.
-GANNET_API void hadamard(const Context& context, const TensorView& from, const TensorView& to);
+/// Host memory: works on the context's executor and is done on return. CUDA: enqueued on `stream`, without allocation
+/// or synchronisation, so that it can be captured into a graph.
+///
+/// Throws Error(kInvalidArgument) for other shapes and dtypes, kUnsupported for a CUDA device where this build has none.
+/// Thread safety: any.
+GANNET_API void hadamard(const Context& context, const TensorView& from, const TensorView& to, Stream stream = {});
 
 }  // namespace v0
 }  // namespace gannet

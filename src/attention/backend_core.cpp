@@ -132,9 +132,6 @@ void BackendCore::bind(std::span<const LayerCaches> layers) {
       refuse(kCall, "the index cache of layer {} has {} pages of {} tokens; its latent cache has {} of {}", l,
              index.num_pages, index.page_size, latent.num_pages, latent.page_size);
     if (first_index == nullptr) first_index = &index;
-    if (index.hadamard && index.device.kind != DeviceKind::kCpu)
-      refuse_unsupported(kCall, "hadamard of the index cache of layer {} is true on {}; accepted: on the host", l,
-                         to_string(index.device));
     if (index.hadamard != first_index->hadamard)
       refuse(kCall, "hadamard of the index cache of layer {} is {}; accepted: {}, that of the first one", l,
              index.hadamard, first_index->hadamard);
@@ -597,9 +594,9 @@ TensorView BackendCore::rotated(const TensorView& x, const IndexCacheView& cache
     y.stride[d] = n;
     n *= y.shape[d];
   }
-  room.reserve(static_cast<size_t>(n) * size_of(y.dtype), memory_);
+  grow(room, static_cast<size_t>(n) * size_of(y.dtype));
   y.data = room.data();
-  hadamard(context_, x, y);
+  hadamard(context_, x, y, stream_);
   return y;
 }
 

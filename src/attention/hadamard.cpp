@@ -5,6 +5,7 @@
 
 #include "core/format.h"
 #include "core/views.h"
+#include "cuda/runtime.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -38,20 +39,20 @@ void check(const TensorView& from, const TensorView& to) {
   for (int i = 0; same && i < from.rank; ++i) same = from.shape[i] == to.shape[i];
   if (!same) fail_argument(kFunction, "to is {}; accepted: shape and dtype of from, {}", describe(to), describe(from));
   for (const auto& [name, v] : {std::pair("from", &from), std::pair("to", &to)}) {
-    check_view_form(kFunction, name, *v, v->device);
-    if (v->device.kind != DeviceKind::kCpu)
-      fail(ErrorCode::kUnsupported, kFunction, "{} is on {}; accepted: host memory", name, to_string(v->device));
+    check_view_form(kFunction, name, *v, from.device);
     check_view_data(kFunction, name, *v);
   }
 }
 
 }  // namespace
 
-void hadamard(const Context& context, const TensorView& from, const TensorView& to) {
+void hadamard(const Context& context, const TensorView& from, const TensorView& to, Stream stream) {
   check(from, to);
   const int64_t n = from.shape[from.rank - 1], elements = from.num_elements(), rows = elements / n;
   if (elements == 0) return;
   const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(n)));
+  if (from.device.kind != DeviceKind::kCpu)
+    return cuda::hadamard("hadamard", from, to, rows, static_cast<int>(n), scale, stream);
   SerialExecutor serial;
   Executor& executor = context.executor != nullptr ? *context.executor : serial;
   // The offset of a row: its number written in the sizes of the dimensions before the last.

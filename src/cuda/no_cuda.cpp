@@ -36,6 +36,9 @@ void gather_int32_rows(const char* function, int, std::span<const int32_t>, cons
                        int64_t, int32_t, Stream) {
   refuse(function);
 }
+void hadamard(const char* function, const TensorView&, const TensorView&, int64_t, int, float, Stream) {
+  refuse(function);
+}
 
 void plan_decode_rows(const char* function, int, const DecodeRows&, Stream) { refuse(function); }
 

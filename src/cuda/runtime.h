@@ -9,6 +9,7 @@
 
 #include "gannet/device.h"
 #include "gannet/page_table.h"
+#include "gannet/tensor.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -46,6 +47,10 @@ struct DecodeRows {
 };
 /// Enqueues one kernel; may be captured.
 void plan_decode_rows(const char* function, int index, const DecodeRows& rows, Stream stream);
+
+/// hadamard() of gannet/hadamard.h, which has checked the views: `rows` rows of n values times `scale`.
+void hadamard(const char* function, const TensorView& from, const TensorView& to, int64_t rows, int n, float scale,
+              Stream stream);
 
 /// Pinned host memory through which arrays go to a device while the host fills the next ones. kDepth uploads can be
 /// under way; only a host that is further ahead waits.

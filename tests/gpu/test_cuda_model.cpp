@@ -63,6 +63,14 @@ TEST_P(CudaModel, NarrowOnesStayClose) {
   compare_all(GetParam(), {.query = QueryPrecision::kBf16, .precision = ComputePrecision::kBf16});
 }
 
+// Keys that are kept rotated, and queries rotated with them: as a graph's steps too.
+TEST_P(CudaModel, RotatedIndexKeysStayClose) {
+  const Checkpoint checkpoint = Checkpoint::open(checkpoint_dir(GetParam()));
+  if (!checkpoint.config().is_dsa()) GTEST_SKIP() << "no indexer";
+  compare_all(GetParam(),
+              {.index_hadamard = true, .query = QueryPrecision::kBf16, .precision = ComputePrecision::kBf16});
+}
+
 // A recorded step is the step: growing and shrinking batches, requests that come and go.
 TEST_P(CudaModel, RecordedStepsAreTheStepsThemselves) {
   const GoldenPrompt prompt = golden_prompt(GetParam(), "short");

@@ -106,6 +106,12 @@ void gather_int32_rows(const char* function, int index, std::span<const int32_t>
   }
 }
 
+void hadamard(const char* function, const TensorView& from, const TensorView& to, int64_t rows, int n, float scale,
+              Stream stream) {
+  const DeviceGuard guard(function, from.device.index);
+  launch_hadamard(function, from, to, rows, n, scale, stream);
+}
+
 // ---- staging ------------------------------------------------------------------------------------------------------
 
 struct Staging::Slot {
