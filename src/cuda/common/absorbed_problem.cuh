@@ -27,6 +27,10 @@ struct Common {
   int64_t out_row_stride, out_head_stride;
   float* lse;  // or nullptr
   int64_t lse_row_stride;
+  const float* sink;  // of each head, or nullptr
+  float* max_logits;  // or nullptr
+  int64_t max_row_stride;
+  bool q_e4m3;  // q holds e4m3 instead, strides in values; its scale is part of softmax_scale
   float* partial;
   float* partial_lse;
   int num_splits;

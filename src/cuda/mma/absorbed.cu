@@ -1,9 +1,10 @@
-// Launches absorbed_kernel: which configuration, how many splits, how much scratch.
+// Launches absorbed_kernel: which configuration, how many parts, how much scratch.
+#include "cuda/mma/absorbed.cuh"
+
 #include <algorithm>
 
 #include "cuda/common/check.h"
 #include "cuda/common/launch.cuh"
-#include "cuda/mma/absorbed.cuh"
 #include "cuda/mma/set.h"
 
 namespace gannet {
@@ -13,111 +14,112 @@ namespace mma {
 
 namespace {
 
-// Lanes, keys and stages of a block. 64 lanes: as many as 128 accumulator registers allow. 16: a wider key tile
-// instead, since eight warps share the keys. Shared memory 197, 161 and 174 KB: one block on a multiprocessor of sm_80
-// has 163 KB, so stages are dropped there.
-using Wide = Config<64, 32, 3>;
-using WideSmall = Config<64, 32, 2>;
-using Middle = Config<32, 32, 3>;
-using Narrow = Config<16, 64, 2>;
-
-struct Machine {
-  int num_sms;
-  size_t shared_bytes;
-};
-
-Machine machine(const char* function, int device) {
-  int sms = 0, shared = 0;
-  GANNET_CUDA(function, cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-  GANNET_CUDA(function, cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  return {sms, static_cast<size_t>(shared)};
-}
+// Lanes and stages of a block: 226, 189 and 169 KB on sm_90 and newer; 154 and 95 where a block has less.
+using Wide = Config<64, 2>;
+using Middle = Config<32, 2>;
+using Narrow = Config<16, 2>;
+using WideSmall = Config<64, 1>;
+using NarrowSmall = Config<16, 1>;
 
 struct Shape {
-  int64_t groups, lanes_per_group, max_keys, num_rows, num_heads;
+  int64_t num_groups, lanes_per_group;
 };
 
-int lanes_of(const Shape& s) { return s.lanes_per_group <= 16 ? 16 : s.lanes_per_group <= 32 ? 32 : 64; }
+Shape shape_of(const MlaDecode& p) { return {p.rows.seq_lens.shape[0], p.q.shape[1] * p.rows.q_len}; }
+Shape shape_of(const SparseAttention& p) { return {p.q.shape[0], p.q.shape[1]}; }
 
-/// As many splits as fill the chip once, each of at least kMinTiles tiles of 32 keys: below that the merge costs more
-/// than the split saves.
-int splits_of(const Shape& s, int num_sms) {
-  constexpr int64_t kMinKeys = 256, kMaxSplits = 64;
-  const int64_t blocks = s.groups * ((s.lanes_per_group + lanes_of(s) - 1) / lanes_of(s));
-  const int64_t fill = num_sms / std::max<int64_t>(blocks, 1), room = s.max_keys / kMinKeys;
-  return static_cast<int>(std::clamp<int64_t>(std::min(fill, room), 1, kMaxSplits));
+/// Calls f with the configuration for so many lanes that the device has shared memory for.
+template <class F>
+auto with_config(const char* function, int64_t lanes, int device, F&& f) {
+  int shared = 0;
+  GANNET_CUDA(function, cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  if (lanes <= Narrow::kLanes) return shared >= Narrow::kSharedBytes ? f(Narrow{}) : f(NarrowSmall{});
+  if (lanes <= Middle::kLanes && shared >= Middle::kSharedBytes) return f(Middle{});
+  if (shared >= Wide::kSharedBytes) return f(Wide{});
+  return shared >= WideSmall::kSharedBytes ? f(WideSmall{}) : f(NarrowSmall{});
 }
 
-size_t scratch_bytes(const Shape& s, int splits) {
-  return splits == 1 ? 0 : static_cast<size_t>(splits * s.num_rows * s.num_heads) * (kLatent + 1) * sizeof(float);
+/// Scratch: which groups were cut, and two partial results a part with their LSE and largest scores.
+struct Layout {
+  int num_parts, lane_blocks;
+  int64_t partials;  // lanes of partial results
+  size_t cut_bytes, partial_bytes;
+  size_t total() const { return cut_bytes + partial_bytes + 2 * static_cast<size_t>(partials) * sizeof(float); }
+};
+
+template <class C>
+Layout layout_of(const char* function, const Shape& s, int device) {
+  int sms = 0;
+  GANNET_CUDA(function, cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+  Layout l{};
+  l.lane_blocks = static_cast<int>((s.lanes_per_group + C::kLanes - 1) / C::kLanes);
+  l.num_parts = std::clamp(sms / l.lane_blocks, 1, kMaxParts);
+  l.partials = int64_t{2} * l.num_parts * l.lane_blocks * C::kLanes;
+  l.cut_bytes = 2 * kMaxParts * sizeof(int);
+  l.partial_bytes = static_cast<size_t>(l.partials) * kLatent * sizeof(float);
+  return l;
 }
 
 template <class Params>
 void fill_common(Common& c, const Params& p) {
   c.q = static_cast<const uint16_t*>(p.q.data);
+  c.q_e4m3 = p.q.dtype == DType::kE4m3;
   c.q_row_stride = p.q.stride[0];
   c.q_head_stride = p.q.stride[1];
   c.num_heads = static_cast<int>(p.q.shape[1]);
   c.num_rows = p.q.shape[0];
   c.cache = with_row_stride(p.cache);
-  c.softmax_scale = p.softmax_scale;
+  c.softmax_scale = p.softmax_scale * p.q_scale;
   c.out = p.out.data;
   c.out_dtype = p.out.dtype;
   c.out_row_stride = p.out.stride[0];
   c.out_head_stride = p.out.stride[1];
   c.lse = p.lse.given() ? static_cast<float*>(p.lse.data) : nullptr;
   c.lse_row_stride = p.lse.given() ? p.lse.stride[0] : 0;
+  c.sink = p.attn_sink.given() ? static_cast<const float*>(p.attn_sink.data) : nullptr;
+  c.max_logits = p.max_logits.given() ? static_cast<float*>(p.max_logits.data) : nullptr;
+  c.max_row_stride = p.max_logits.given() ? p.max_logits.stride[0] : 0;
 }
 
 template <class C, LatentFormat kFormat, class Problem>
-void launch_config(const char* function, const Problem& p, int64_t groups, Stream stream) {
-  const int64_t lane_blocks = (p.num_rows * p.num_heads / groups + C::kLanes - 1) / C::kLanes;
-  launch_kernel(
-      function, absorbed_kernel<C, kFormat, Problem>,
-      {.blocks = groups * lane_blocks * p.num_splits, .threads = kThreads, .shared_bytes = C::kSharedBytes}, stream, p);
-  if (p.num_splits > 1)
-    launch_kernel(function, combine_kernel, {.blocks = p.num_rows * p.num_heads, .threads = kLatent / 4}, stream,
-                  static_cast<const Common&>(p));
-}
-
-template <LatentFormat kFormat, class Problem>
-void launch_format(const char* function, const Problem& p, const Shape& s, const Machine& m, Stream stream) {
-  const int lanes = lanes_of(s);
-  if (lanes == 16) launch_config<Narrow, kFormat>(function, p, s.groups, stream);
-  else if (lanes == 32) launch_config<Middle, kFormat>(function, p, s.groups, stream);
-  else if (m.shared_bytes >= Wide::kSharedBytes) launch_config<Wide, kFormat>(function, p, s.groups, stream);
-  else launch_config<WideSmall, kFormat>(function, p, s.groups, stream);
+void launch_config(const char* function, Problem& p, const Shape& s, int device, const RunContext& c) {
+  const Layout l = layout_of<C>(function, s, device);
+  p.partial = reinterpret_cast<float*>(c.workspace + l.cut_bytes);
+  p.partial_lse = reinterpret_cast<float*>(c.workspace + l.cut_bytes + l.partial_bytes);
+  Schedule schedule{};
+  schedule.cut_group = reinterpret_cast<int*>(c.workspace);
+  schedule.cut_parts = schedule.cut_group + kMaxParts;
+  schedule.partial_max = p.partial_lse + l.partials;
+  schedule.num_parts = l.num_parts;
+  schedule.lane_blocks = l.lane_blocks;
+  schedule.num_groups = static_cast<int>(s.num_groups);
+  const int64_t blocks = int64_t{l.num_parts} * l.lane_blocks;
+  launch_kernel(function, absorbed_kernel<C, kFormat, Problem>,
+                {.blocks = blocks, .threads = kThreads, .shared_bytes = C::kSharedBytes}, c.stream, p, schedule);
+  launch_kernel(function, combine_kernel<C::kLanes, Problem>,
+                {.blocks = blocks * (C::kLanes / kCombineLanes), .threads = kCombineThreads}, c.stream, p, schedule);
 }
 
 template <class Problem>
 void launch(const char* function, Problem& p, const Shape& s, Device device, const RunContext& c) {
   const DeviceGuard guard(function, device.index);
-  const Machine m = machine(function, device.index);
-  p.num_splits = splits_of(s, m.num_sms);
-  p.partial = reinterpret_cast<float*>(c.workspace);
-  p.partial_lse = p.partial + static_cast<int64_t>(p.num_splits) * s.num_rows * s.num_heads * kLatent;
-  switch (p.cache.format) {
-    case LatentFormat::kBf16: return launch_format<LatentFormat::kBf16>(function, p, s, m, c.stream);
-    case LatentFormat::kE4m3: return launch_format<LatentFormat::kE4m3>(function, p, s, m, c.stream);
-    case LatentFormat::kPacked656: return launch_format<LatentFormat::kPacked656>(function, p, s, m, c.stream);
-    default: break;  // refused by the set
-  }
-}
-
-Shape shape_of(const MlaDecode& p) {
-  const int64_t columns = p.pages.form == PageTableForm::kPadded ? p.pages.pages.shape[1] : p.pages.indices.shape[0];
-  return {p.rows.seq_lens.shape[0], p.q.shape[1] * p.rows.q_len, columns * p.cache.page_size, p.q.shape[0],
-          p.q.shape[1]};
-}
-
-Shape shape_of(const SparseAttention& p) {
-  return {p.q.shape[0], p.q.shape[1], p.topk_slots.shape[1], p.q.shape[0], p.q.shape[1]};
+  with_config(function, s.lanes_per_group, device.index, [&](auto config) {
+    using C = decltype(config);
+    switch (p.cache.format) {
+      case LatentFormat::kBf16: return launch_config<C, LatentFormat::kBf16>(function, p, s, device.index, c);
+      case LatentFormat::kE4m3: return launch_config<C, LatentFormat::kE4m3>(function, p, s, device.index, c);
+      case LatentFormat::kPacked656: return launch_config<C, LatentFormat::kPacked656>(function, p, s, device.index, c);
+      default: break;  // refused by the set
+    }
+  });
 }
 
 template <class Params>
 size_t workspace(const Params& p) {
   const Shape s = shape_of(p);
-  return scratch_bytes(s, splits_of(s, machine(Params::kName, p.q.device.index).num_sms));
+  return with_config(Params::kName, s.lanes_per_group, p.q.device.index, [&](auto config) {
+    return layout_of<decltype(config)>(Params::kName, s, p.q.device.index).total();
+  });
 }
 
 }  // namespace

@@ -1,331 +1,694 @@
-// Absorbed MLA attention on the tensor cores of sm_80 and newer: dense over pages and sparse over slot lists.
+// Absorbed MLA attention on the tensor cores of sm_80 and newer: dense over pages and sparse over slot lists; bf16,
+// e4m3 and 656-byte rows; bf16 or e4m3 queries.
 //
 // Shapes. A lane is a (query row, head) pair of one request (dense) or a head of one row (sparse). A block serves M
-// lanes (16, 32 or 64) over a range of keys, kKeys at a time:
-//   S = Q K^T        [M x 576] [576 x kKeys]
-//   O = c O + P V    [M x kKeys] [kKeys x 512], V being the first 512 columns of the K tile in shared memory
+// lanes (64, 32 or 16) over a range of keys, a tile of 64 at a time:
+//   S = Q K^T        [M x 576] [576 x 64]
+//   O = c O + P V    [M x 64] [64 x 512], V being the first 512 columns of the K tile in shared memory
 // 2 * (576 + 512) = 2,176 flop for a lane and key, 1,152 bytes for a bf16 row: M lanes give 1.89 M flop a byte. With 64
 // lanes the tensor cores decide on an H200 (ridge 180 flop a byte), with 16 the memory.
 //
-// Layout. Eight warps. For S a warp has 16 lanes and kKeys / (8 / (M / 16)) keys; for O the same 16 lanes and
-// 512 / (8 / (M / 16)) columns, so its fp32 accumulators are 128, 64 or 32 registers. Rows in shared memory are 1,168
-// bytes apart (1,152 + 16): eight rows of an ldmatrix then lie in different banks. The K tile is loaded with cp.async
-// kStages ahead, 16 bytes a thread; rows come through their own addresses, so pages, strided pools and gathered lists
-// cost the same. e4m3 rows are converted in registers on the way.
+// Warps. Eight, one block a multiprocessor: O is half of the register file at M = 64. For O a warp has all lanes and 64
+// columns (128 registers at M = 64), so that each value of V is read from shared memory once. For S at M = 64 a warp
+// has 32 lanes, 32 keys and every other step of 16 columns; the pair of warps that share lanes and keys exchange half
+// of their sums through shared memory and each softmaxes 16 lanes. With fewer lanes a warp has 16 lanes, all columns
+// and 16 or 8 keys.
 //
-// Shared memory with M = 64, kKeys = 32, 3 stages: Q 73 KB, K 110 KB, S 9 KB, P 5 KB = 197 KB. Traffic a tile: S reads
-// 8 warps * 36 steps * 1 KB = 288 KB, O 8 * 2 * 17 * 0.5 KB = 136 KB; at 128 bytes a cycle 3,390 cycles for 4.46 Mflop:
-// shared memory bounds this kernel at about 295 TFLOP/s on 132 SMs of 1.7 GHz. wgmma, which reads its operand B without
-// registers, is what lifts that (the sm_90a kernels).
+// Shared memory, M = 64: Q 72 KB, two tiles of 72 KB, P 8 KB, statistics: 226 KB. Traffic a tile, in KB: S reads Q
+// twice and K twice, 288, and exchanges 32; O reads V once and P eight times, 128; the next tile is written, 72. 520 KB
+// at 128 bytes a cycle are 4,160 cycles, beside 3,510 of the tensor cores at what mma.sync gives on Hopper (0.62 of
+// wgmma's 4,096 flop a cycle) for 8.9 Mflop. S is bound by shared memory (2,560), O by the tensor cores (1,650); with
+// 500 for softmax and barriers 4,700 cycles: 420 TFLOP/s on 132 SMs at 1.7 GHz. The version before this one gave each
+// warp 16 lanes for S and for O and read 850 KB for the same: 295 TFLOP/s at best. The exchange takes no memory of its
+// own: after S nobody needs the tile's rotated columns, nor P of the tile before.
 //
-// Masks. A key that no lane of the block sees is not loaded: its row is zeros. A key that some lanes see and others do
-// not (rows of a verify step; at most q_len - 1 keys) must not reach the others even as 0 * NaN: such rows are loaded
-// through registers, non-finite values are replaced by zeros, and the key is marked, so that the lanes that do see it
-// get a score of NaN, which is what they would have got.
+// e4m3 rows travel through registers, a tile ahead: loaded before S, converted and stored to the free stage beside O,
+// by half of the warps before their product and by the other half behind it, so that conversions run under products. An
+// e4m3 value is a bf16 value; the scale of a kE4m3 pool goes into the softmax scale and into the result, so nothing is
+// rounded. The scales of 656-byte rows are applied, to bf16.
+// With room for one tile only (sm_80 has 163 KB a block, sm_86 and sm_89 99) tiles are loaded when the last one has
+// been used, and on 99 KB a block has 16 lanes.
+//
+// Masks. Scores of keys that a lane does not see are replaced by select, rows that nobody sees are zeros and not read.
+// A key of weight 0, one that others of the block see or one whose score is -inf, must not reach a lane even as 0 * NaN
+// or 0 * inf. Tiles are not searched for such values; they show in O, which is then not finite. A piece that ends so is
+// done again the careful way: a product for each lane, in which the values of keys without weight are zeros. Its sums
+// have the same terms in the same order, so lanes without such values get the same bits either way.
 #pragma once
+
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 
-#include "cuda/common/absorbed_problem.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
+#include "cuda/mma/absorbed_schedule.cuh"
 
 namespace gannet {
 inline namespace v0 {
 namespace cuda {
 namespace mma {
 
-using namespace absorbed;
+constexpr float kLog2Of = 1.44269504f, kLnOf = 0.69314718f;  // log2(e) and ln(2)
+constexpr int kBlocks = kWidth / 64;                         // of 64 columns, in which rows lie in shared memory
+constexpr int kBlockBytes = kKeys * 128;                     // of a tile: 64 rows of 64 bf16
+constexpr int kStageBytes = kBlocks * kBlockBytes;           // 73,728
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
-constexpr int kRowPad = 8;                    // 16 bytes: see the essay
-constexpr int kRowStride = kWidth + kRowPad;  // bf16 values between rows in shared memory
-
-template <int kM, int kKeyCount, int kStageCount>
+template <int kM, int kStageCount>
 struct Config {
-  static constexpr int kLanes = kM, kKeys = kKeyCount, kStages = kStageCount;
-  static constexpr int kWarpsM = kM / 16, kWarpsN = kWarps / kWarpsM;
-  static constexpr int kKeysPerWarp = kKeys / kWarpsN, kColumnsPerWarp = kLatent / kWarpsN;
-  static constexpr int kThreadsPerRow = kThreads / kKeys;
-  static constexpr int kScoreStride = kKeys + 4, kWeightStride = kKeys + 8;
-  static_assert(kM % 16 == 0 && kKeysPerWarp % 8 == 0 && kColumnsPerWarp % 16 == 0 && kKeys % 16 == 0);
+  static constexpr int kLanes = kM, kStages = kStageCount;
+  static constexpr int kSplit = kM == 64 ? 2 : 1;     // warps that share a score's columns
+  static constexpr int kRowTiles = kM == 64 ? 2 : 1;  // of 16 lanes, for S
+  static constexpr int kWarpsM = kM / 16 / kRowTiles, kWarpsN = kWarps / kWarpsM / kSplit;
+  static constexpr int kWarpKeys = kKeys / kWarpsN;  // 32, 16 or 8
+  static constexpr int kLaneTiles = kM / 16;         // for O
+  static constexpr int kQueryBlock = kM * 128, kQueryBytes = kBlocks * kQueryBlock, kWeightBytes = kM * 128;
+  static constexpr int kTileBytes = kQueryBytes + kStages * kStageBytes + kWeightBytes;
+  static_assert(kM % 16 == 0 && kWarpKeys % 8 == 0 && (kStages == 1 || kStages == 2));
 
-  static constexpr size_t kQueryBytes = sizeof(uint16_t) * kM * kRowStride;
-  static constexpr size_t kStageBytes = sizeof(uint16_t) * kKeys * kRowStride;
-  static constexpr size_t kScoreBytes = sizeof(float) * kM * kScoreStride;
-  static constexpr size_t kWeightBytes = sizeof(uint16_t) * kM * kWeightStride;
-  static constexpr size_t kSharedBytes = kQueryBytes + kStages * kStageBytes + kScoreBytes + kWeightBytes;
+  struct Shared {
+    float max[kWarpsN][kM], sum[kWarpsN][kM], top[kM], rescale[kM];
+    uint8_t present[kStages][kKeys];
+    Line line;
+  };
+  static constexpr int kSharedBytes = kTileBytes + static_cast<int>(sizeof(Shared));
 };
 
-// Grid: groups (requests or rows) x lane blocks x splits in one dimension, splits fastest.
-template <class C, LatentFormat kFormat, class Problem>
-__global__ void __launch_bounds__(kThreads, 1) absorbed_kernel(const Problem p) {
-  wait_for_stream();
-  let_next_start();
-  // ---- who am I ----
-  const int64_t lane_blocks = (p.lanes_per_group() + C::kLanes - 1) / C::kLanes;
-  const int split = static_cast<int>(blockIdx.x % p.num_splits);
-  const int64_t first_lane = blockIdx.x / p.num_splits % lane_blocks * C::kLanes;
-  typename Problem::Place g;
-  if (!p.place(g, blockIdx.x / p.num_splits / lane_blocks)) return;
-  const int64_t num_lanes = g.num_rows * p.num_heads;
-  if (first_lane >= num_lanes) return;
-  const int lanes = static_cast<int>(min(static_cast<int64_t>(C::kLanes), num_lanes - first_lane));
-  const int tid = threadIdx.x, warp = tid / 32, lane_id = tid % 32;
-  const int warp_m = warp / C::kWarpsN, warp_n = warp % C::kWarpsN;
+// ---- rows ----------------------------------------------------------------------------------------------------------
 
-  // ---- shared memory ----
-  extern __shared__ __align__(128) unsigned char shared[];
-  auto* query = reinterpret_cast<uint16_t*>(shared);
-  auto* stages = reinterpret_cast<uint16_t*>(shared + C::kQueryBytes);
-  auto* scores = reinterpret_cast<float*>(shared + C::kQueryBytes + C::kStages * C::kStageBytes);
-  auto* weights = reinterpret_cast<uint16_t*>(reinterpret_cast<unsigned char*>(scores) + C::kScoreBytes);
-  __shared__ float row_max[C::kLanes], row_sum[C::kLanes], rescale[C::kLanes];
-  __shared__ int64_t bounds[C::kLanes];
-  __shared__ bool key_seen[C::kStages][C::kKeys], key_marked[C::kStages][C::kKeys];
+/// What names a key's row, loaded well ahead of its use: a page of the table, or a slot of the list.
+__device__ inline const int32_t* names_of(const Dense::Place& g) { return g.list.ids; }
+__device__ inline const int32_t* names_of(const Sparse::Place& g) { return g.list; }
+__device__ inline int32_t name_of(const Dense& p, const int32_t* names, int key) {
+  return names[static_cast<uint32_t>(key) / static_cast<uint32_t>(p.cache.page_size)];
+}
+__device__ inline int32_t name_of(const Sparse&, const int32_t* names, int key) { return names[key]; }
 
-  for (int i = tid; i < C::kLanes * kChunks; i += kThreads) {
-    const int l = i / kChunks, chunk = i % kChunks;
-    const int64_t lane = first_lane + l, row = g.first_row + lane / p.num_heads, head = lane % p.num_heads;
-    const uint4 v =
-        l < lanes ? *reinterpret_cast<const uint4*>(p.q + row * p.q_row_stride + head * p.q_head_stride + 8 * chunk)
-                  : uint4{0, 0, 0, 0};
-    *reinterpret_cast<uint4*>(query + l * kRowStride + 8 * chunk) = v;
+/// Where the row lies; nullptr for one outside the pool. Positions and sizes fit 32 bits, offsets do not.
+__device__ inline const unsigned char* row_of(const Dense& p, int key, int32_t name) {
+  if (name < 0 || name >= p.cache.num_pages) return nullptr;
+  return static_cast<const unsigned char*>(p.cache.data) + name * p.cache.page_stride_bytes +
+         static_cast<uint32_t>(key) % static_cast<uint32_t>(p.cache.page_size) * p.cache.row_stride_bytes;
+}
+__device__ inline const unsigned char* row_of(const Sparse& p, int, int32_t name) {
+  if (name < 0 || name >= p.cache.num_pages * p.cache.page_size) return nullptr;
+  const auto position = static_cast<uint32_t>(name), size = static_cast<uint32_t>(p.cache.page_size);
+  return static_cast<const unsigned char*>(p.cache.data) + position / size * p.cache.page_stride_bytes +
+         position % size * p.cache.row_stride_bytes;
+}
+
+/// Four e4m3 values as bf16: exact, by way of half, which holds them all.
+__device__ inline uint2 widen_e4m3(uint32_t four) {
+  const auto two = [](uint32_t x) {
+    return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(x), __NV_E4M3)));
+  };
+  const float2 low = two(four & 0xffffu), high = two(four >> 16);
+  return {round_to_bf16x2(low.x, low.y), round_to_bf16x2(high.x, high.y)};
+}
+__device__ inline uint2 widen_e4m3(uint32_t four, float scale) {
+  const auto two = [](uint32_t x) {
+    return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(x), __NV_E4M3)));
+  };
+  const float2 low = two(four & 0xffffu), high = two(four >> 16);
+  return {round_to_bf16x2(low.x * scale, low.y * scale), round_to_bf16x2(high.x * scale, high.y * scale)};
+}
+
+/// Loads the tiles of a piece. Rows in shared memory are 128 bytes in each of nine blocks; the 16-byte piece c of row r
+/// lies at c ^ (r % 8), so that eight rows of an ldmatrix are in different banks.
+template <LatentFormat kFormat>
+struct Loader;
+
+template <>
+struct Loader<LatentFormat::kBf16> {
+  static constexpr bool kConverts = false;
+  static constexpr int kRows = 2;  // a thread's: eight threads copy 128 bytes of a row
+  int32_t names[kRows];
+
+  template <class Problem>
+  __device__ void fetch_names(const Problem& p, const int32_t* list, int tile, int most) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int key = tile * kKeys + static_cast<int>(threadIdx.x) / 8 + 32 * i;
+      names[i] = key < most ? name_of(p, list, key) : -1;
+    }
   }
-  if (tid < C::kLanes) {
-    row_max[tid] = -INFINITY;
-    row_sum[tid] = 0.0f;
-    bounds[tid] = tid < lanes ? p.keys_of(g, (first_lane + tid) / p.num_heads) : 0;
+  template <class Problem>
+  __device__ void load(const Problem& p, int tile, uint32_t stage, uint8_t* present) {
+    const int piece = static_cast<int>(threadIdx.x) % 8;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = static_cast<int>(threadIdx.x) / 8 + 32 * i;
+      const unsigned char* source = row_of(p, tile * kKeys + row, names[i]);
+      const bool ok = source != nullptr;
+      if (!ok) source = static_cast<const unsigned char*>(p.cache.data);  // not read
+      const uint32_t target = stage + row * 128 + ((piece ^ (row % 8)) * 16);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) copy_async_16(target + b * kBlockBytes, source + b * 128 + piece * 16, ok);
+      if (piece == 0) present[row] = ok;
+    }
   }
-  // Rows of a request see more keys the later they are, so the block's last lane sees most and its first least.
-  const int64_t most = p.keys_of(g, (first_lane + lanes - 1) / p.num_heads),
-                least = p.keys_of(g, first_lane / p.num_heads);
-  const int64_t tiles = (most + C::kKeys - 1) / C::kKeys, tiles_per_split = (tiles + p.num_splits - 1) / p.num_splits;
-  const int64_t first_tile = split * tiles_per_split, last_tile = min(tiles, first_tile + tiles_per_split);
+  __device__ void convert(unsigned char*) const {}
+};
 
-  auto load_tile = [&](int64_t tile) {
-    if (tile < last_tile) {
-      const int stage = static_cast<int>(tile % C::kStages), k = tid / C::kThreadsPerRow;
-      const int64_t key = tile * C::kKeys + k;
-      const int64_t slot = key < most ? p.slot(g, key) : -1;
-      const bool divided = key >= least;  // some lanes see it, others do not
-      uint16_t* row = stages + stage * (C::kStageBytes / sizeof(uint16_t)) + k * kRowStride;
-      bool marked = false;
-      if (kFormat == LatentFormat::kBf16 && !(divided && slot >= 0)) {
-        const int64_t safe = slot >= 0 ? slot : 0;
-        const auto* source = static_cast<const unsigned char*>(p.cache.data) +
-                             safe / p.cache.page_size * p.cache.page_stride_bytes +
-                             safe % p.cache.page_size * (2 * kWidth);
-        const uint32_t target = shared_address(row);
-        for (int c = tid % C::kThreadsPerRow; c < kChunks; c += C::kThreadsPerRow)
-          copy_async_16(target + 16 * c, source + 16 * c, slot >= 0);
-      } else {
-        for (int c = tid % C::kThreadsPerRow; c < kChunks; c += C::kThreadsPerRow) {
-          uint4 v = slot >= 0 ? load_chunk<kFormat>(p.cache, slot, c) : uint4{0, 0, 0, 0};
-          if (divided && slot >= 0) marked |= drop_non_finite(v);
-          *reinterpret_cast<uint4*>(row + 8 * c) = v;
-        }
-      }
-      // The threads of a row are neighbours in a warp.
-      for (int offset = C::kThreadsPerRow / 2; offset > 0; offset /= 2)
-        marked |= __shfl_xor_sync(0xffffffffu, static_cast<int>(marked), offset) != 0;
-      if (tid % C::kThreadsPerRow == 0) {
-        key_seen[stage][k] = slot >= 0;
-        key_marked[stage][k] = marked;
+/// e4m3 and 656-byte rows: four threads a row, 16 values of each 64 each.
+template <LatentFormat kFormat>
+struct Loader {
+  static_assert(kFormat == LatentFormat::kE4m3 || kFormat == LatentFormat::kPacked656);
+  static constexpr bool kConverts = true, kPacked = kFormat == LatentFormat::kPacked656;
+  static constexpr int kPieces = kPacked ? kLatent / 64 : kBlocks;
+  static constexpr int kRopeOffset = kLatent + 4 * (kLatent / 128);  // in a 656-byte row
+  int32_t name;
+  uint4 raw[kPieces];
+  float4 scales;  // of the four groups of 128, if packed
+
+  template <class Problem>
+  __device__ void fetch_names(const Problem& p, const int32_t* list, int tile, int most) {
+    const int key = tile * kKeys + static_cast<int>(threadIdx.x) / 4;
+    name = key < most ? name_of(p, list, key) : -1;
+  }
+  /// Starts the loads; those of rotated values of 656-byte rows go to the stage at once.
+  template <class Problem>
+  __device__ void load(const Problem& p, int tile, uint32_t stage, uint8_t* present) {
+    const int row = static_cast<int>(threadIdx.x) / 4, quarter = static_cast<int>(threadIdx.x) % 4;
+    const unsigned char* source = row_of(p, tile * kKeys + row, name);
+    const bool ok = source != nullptr;
+#pragma unroll
+    for (int b = 0; b < kPieces; ++b)
+      raw[b] = ok ? *reinterpret_cast<const uint4*>(source + b * 64 + quarter * 16) : uint4{0, 0, 0, 0};
+    if constexpr (kPacked) {
+      scales = ok ? *reinterpret_cast<const float4*>(source + kLatent) : float4{0, 0, 0, 0};
+      if (!ok) source = static_cast<const unsigned char*>(p.cache.data);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int piece = quarter + 4 * i;
+        copy_async_16(stage + (kBlocks - 1) * kBlockBytes + row * 128 + ((piece ^ (row % 8)) * 16),
+                      source + kRopeOffset + piece * 16, ok);
       }
     }
-    copy_async_commit();
-  };
-
-  float acc[C::kColumnsPerWarp / 8][4];
+    if (quarter == 0) present[row] = ok;
+  }
+  __device__ void convert(unsigned char* stage) const {
+    const int row = static_cast<int>(threadIdx.x) / 4, quarter = static_cast<int>(threadIdx.x) % 4;
+    unsigned char* target = stage + row * 128;
 #pragma unroll
-  for (auto& a : acc)
+    for (int b = 0; b < kPieces; ++b) {
+      uint2 w[4];
+      const uint32_t v[4] = {raw[b].x, raw[b].y, raw[b].z, raw[b].w};
 #pragma unroll
-    for (float& x : a) x = 0.0f;
-
-  for (int s = 0; s < C::kStages - 1; ++s) load_tile(first_tile + s);
-
-  // ---- tiles ----
-  for (int64_t tile = first_tile; tile < last_tile; ++tile) {
-    const int stage = static_cast<int>(tile % C::kStages);
-    copy_async_wait<C::kStages - 2>();
-    __syncthreads();  // the tile is there, and nobody reads the stage that is refilled next
-    load_tile(tile + C::kStages - 1);
-    const uint32_t keys = shared_address(stages + stage * (C::kStageBytes / sizeof(uint16_t)));
-
-    {  // S: 16 lanes x kKeysPerWarp keys
-      float s[C::kKeysPerWarp / 8][4] = {};
-      // ldmatrix rows: A takes lanes (id % 16) at column half id / 16; B takes keys, two 8x8 matrices a key group.
-      const uint32_t a_address =
-          shared_address(query) + 2 * ((warp_m * 16 + lane_id % 16) * kRowStride + lane_id / 16 * 8);
-      if constexpr (C::kKeysPerWarp % 16 == 0) {
-        const uint32_t b_address =
-            keys + 2 * ((warp_n * C::kKeysPerWarp + lane_id % 8 + lane_id / 16 * 8) * kRowStride + lane_id / 8 % 2 * 8);
-#pragma unroll 4
-        for (int k = 0; k < kWidth; k += 16) {
-          uint32_t a[4], b[4];
-          ldmatrix_x4(a, a_address + 2 * k);
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (kPacked) {
+          const float scale = b / 2 == 0 ? scales.x : b / 2 == 1 ? scales.y : b / 2 == 2 ? scales.z : scales.w;
+          w[i] = widen_e4m3(v[i], scale);
+        } else {
+          w[i] = widen_e4m3(v[i]);
+        }
+      }
 #pragma unroll
-          for (int n = 0; n < C::kKeysPerWarp / 16; ++n) {
-            ldmatrix_x4(b, b_address + 2 * (n * 16 * kRowStride + k));
-            mma_bf16(s[2 * n], a, b[0], b[1]);
-            mma_bf16(s[2 * n + 1], a, b[2], b[3]);
+      for (int i = 0; i < 2; ++i)
+        *reinterpret_cast<uint4*>(target + b * kBlockBytes + (((2 * quarter + i) ^ (row % 8)) * 16)) = {
+            w[2 * i].x, w[2 * i].y, w[2 * i + 1].x, w[2 * i + 1].y};
+    }
+  }
+};
+
+// ---- the kernel ----------------------------------------------------------------------------------------------------
+
+/// acc += P V for one lane at a time, without the values of keys that have no weight for it. `values`: address of an
+/// ldmatrix of this warp's columns, as in the usual product; `weights`: P in shared memory.
+template <int kLaneTiles>
+__device__ __forceinline__ void careful_product(float (&acc)[kLaneTiles][8][4], const unsigned char* weights,
+                                                uint32_t values) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, quad = lane % 4;
+#pragma unroll
+  for (int m = 0; m < kLaneTiles; ++m) {
+#pragma unroll 1
+    for (int r = 0; r < 16; ++r) {
+      const bool own = lane / 4 == r % 8;
+      const unsigned char* row = weights + (16 * m + r) * 128;
+#pragma unroll 1
+      for (int k = 0; k < kKeys / 16; ++k) {
+        // What the product's operands hold for this thread: keys 16 k + 2 quad and the next, and eight further.
+        const uint32_t low = *reinterpret_cast<const uint32_t*>(row + ((2 * k) ^ (r % 8)) * 16 + 4 * quad),
+                       high = *reinterpret_cast<const uint32_t*>(row + ((2 * k + 1) ^ (r % 8)) * 16 + 4 * quad);
+        const auto keep = [](uint32_t w) {
+          return ((w & 0x7fffu) != 0 ? 0xffffu : 0u) | ((w & 0x7fff0000u) != 0 ? 0xffff0000u : 0u);
+        };
+        const uint32_t a[4] = {own && r < 8 ? low : 0u, own && r >= 8 ? low : 0u, own && r < 8 ? high : 0u,
+                               own && r >= 8 ? high : 0u};
+        const uint32_t keep_low = keep(low), keep_high = keep(high);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          uint32_t b[4];
+          ldmatrix_x4_trans(b, (values ^ (n << 5)) + k * 16 * 128);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float(&c)[4] = acc[m][2 * n + i];
+            float d[4] = {c[0], c[1], c[2], c[3]};
+            mma_bf16(d, a, b[2 * i] & keep_low, b[2 * i + 1] & keep_high);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) c[j] = own && (r >= 8) == (j >= 2) ? d[j] : c[j];
           }
         }
-      } else {  // eight keys: one ldmatrix serves two steps of k
-        const uint32_t b_address = keys + 2 * ((warp_n * 8 + lane_id % 8) * kRowStride + lane_id / 8 * 8);
-#pragma unroll 2
-        for (int k = 0; k < kWidth; k += 32) {
-          uint32_t a[4], b[4];
-          ldmatrix_x4(b, b_address + 2 * k);
-          ldmatrix_x4(a, a_address + 2 * k);
-          mma_bf16(s[0], a, b[0], b[1]);
-          ldmatrix_x4(a, a_address + 2 * (k + 16));
-          mma_bf16(s[0], a, b[2], b[3]);
-        }
       }
-#pragma unroll
-      for (int n = 0; n < C::kKeysPerWarp / 8; ++n) {
-        float* at =
-            scores + (warp_m * 16 + lane_id / 4) * C::kScoreStride + warp_n * C::kKeysPerWarp + n * 8 + lane_id % 4 * 2;
-        at[0] = s[n][0];
-        at[1] = s[n][1];
-        at[8 * C::kScoreStride] = s[n][2];
-        at[8 * C::kScoreStride + 1] = s[n][3];
-      }
-    }
-    __syncthreads();
-
-    {  // softmax: kThreads / kLanes threads a lane, neighbours in a warp
-      constexpr int kThreadsPerLane = kThreads / C::kLanes, kPerThread = C::kKeys / kThreadsPerLane;
-      const int l = tid / kThreadsPerLane, part = tid % kThreadsPerLane;
-      const int64_t bound = bounds[l];
-      float x[kPerThread];
-      bool see[kPerThread];
-      float m = -INFINITY;
-#pragma unroll
-      for (int i = 0; i < kPerThread; ++i) {
-        const int k = i * kThreadsPerLane + part;
-        see[i] = key_seen[stage][k] && tile * C::kKeys + k < bound;
-        x[i] = key_marked[stage][k] ? NAN : scores[l * C::kScoreStride + k] * p.softmax_scale;
-        if (see[i]) m = fmaxf(m, x[i]);
-      }
-#pragma unroll
-      for (int offset = kThreadsPerLane / 2; offset > 0; offset /= 2)
-        m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, offset));
-      const float before = row_max[l], now = fmaxf(before, m);
-      const float base = now == -INFINITY ? 0.0f : now;  // scores of -inf alone: weights of 0, not NaN
-      float sum = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kPerThread; ++i) {
-        const float w = see[i] ? __expf(x[i] - base) : 0.0f;
-        const uint16_t rounded = float_to_bf16(w);  // what multiplies V is also what is summed
-        weights[l * C::kWeightStride + i * kThreadsPerLane + part] = rounded;
-        sum += bf16_to_float(rounded);
-      }
-#pragma unroll
-      for (int offset = kThreadsPerLane / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-      __syncwarp();
-      if (part == 0) {
-        const float factor = before == now ? 1.0f : __expf(before - now);
-        row_max[l] = now;
-        row_sum[l] = row_sum[l] * factor + sum;
-        rescale[l] = factor;
-      }
-    }
-    __syncthreads();
-
-    {  // O: 16 lanes x kColumnsPerWarp columns
-      const float low = rescale[warp_m * 16 + lane_id / 4], high = rescale[warp_m * 16 + lane_id / 4 + 8];
-#pragma unroll
-      for (auto& a : acc) {
-        a[0] *= low;
-        a[1] *= low;
-        a[2] *= high;
-        a[3] *= high;
-      }
-      const uint32_t a_address =
-          shared_address(weights) + 2 * ((warp_m * 16 + lane_id % 16) * C::kWeightStride + lane_id / 16 * 8);
-      const uint32_t b_address =
-          keys + 2 * (lane_id % 16 * kRowStride + warp_n * C::kColumnsPerWarp + lane_id / 16 * 8);
-#pragma unroll
-      for (int k = 0; k < C::kKeys; k += 16) {
-        uint32_t a[4], b[4];
-        ldmatrix_x4(a, a_address + 2 * k);
-#pragma unroll
-        for (int n = 0; n < C::kColumnsPerWarp / 16; ++n) {
-          ldmatrix_x4_trans(b, b_address + 2 * (k * kRowStride + n * 16));
-          mma_bf16(acc[2 * n], a, b[0], b[1]);
-          mma_bf16(acc[2 * n + 1], a, b[2], b[3]);
-        }
-      }
-    }
-  }
-  copy_async_wait<0>();
-  __syncthreads();
-
-  // ---- results ----
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int l = warp_m * 16 + lane_id / 4 + 8 * half;
-    if (l >= lanes) continue;
-    const int64_t lane = first_lane + l, row = g.first_row + lane / p.num_heads, head = lane % p.num_heads;
-    const float sum = row_sum[l];
-    const bool empty = sum == 0.0f;
-    const float inverse = empty ? 0.0f : 1.0f / sum;
-    const float lse = empty ? -INFINITY : row_max[l] + logf(sum);
-    const int column = warp_n * C::kColumnsPerWarp + lane_id % 4 * 2;
-    if (p.num_splits == 1) {
-      const int64_t at = row * p.out_row_stride + head * p.out_head_stride + column;
-#pragma unroll
-      for (int n = 0; n < C::kColumnsPerWarp / 8; ++n) {
-        const float x0 = empty ? 0.0f : acc[n][2 * half] * inverse, x1 = empty ? 0.0f : acc[n][2 * half + 1] * inverse;
-        if (p.out_dtype == DType::kBf16)
-          *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + at + 8 * n) = pack_bf16(x0, x1);
-        else *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at + 8 * n) = {x0, x1};
-      }
-      if (p.lse != nullptr && warp_n == 0 && lane_id % 4 == 0) p.lse[row * p.lse_row_stride + head] = lse;
-    } else {
-      const int64_t index = (split * p.num_rows + row) * p.num_heads + head;
-#pragma unroll
-      for (int n = 0; n < C::kColumnsPerWarp / 8; ++n)
-        *reinterpret_cast<float2*>(p.partial + index * kLatent + column + 8 * n) = {acc[n][2 * half] * inverse,
-                                                                                    acc[n][2 * half + 1] * inverse};
-      if (warp_n == 0 && lane_id % 4 == 0) p.partial_lse[index] = lse;
     }
   }
 }
 
-/// Merges the splits of each (row, head), in order. A block of kLatent / 4 threads serves one.
-__global__ void __launch_bounds__(kLatent / 4) combine_kernel(const Common p) {
+// Grid: lane blocks x parts, lane blocks fastest, so that blocks that share keys run side by side.
+template <class C, LatentFormat kFormat, class Problem>
+__global__ void __launch_bounds__(kThreads, 1)
+    absorbed_kernel(const __grid_constant__ Problem p, const __grid_constant__ Schedule schedule) {
+  wait_for_stream();
+  extern __shared__ __align__(128) unsigned char shared[];
+  unsigned char* const weights = shared + C::kQueryBytes + C::kStages * kStageBytes;
+  unsigned char* const stages = shared + C::kQueryBytes;
+  auto& s = *reinterpret_cast<typename C::Shared*>(shared + C::kTileBytes);
+  const int lane_block = static_cast<int>(blockIdx.x) % schedule.lane_blocks,
+            part = static_cast<int>(blockIdx.x) / schedule.lane_blocks, lane0 = lane_block * C::kLanes;
+  find_part(p, schedule, part, s.line);
+  let_next_start();
+
+  const int tid = static_cast<int>(threadIdx.x), warp = tid / 32, lane = tid % 32, quad = lane % 4;
+  const int warp_k = warp / (C::kWarpsM * C::kWarpsN), warp_m = warp / C::kWarpsN % C::kWarpsM,
+            warp_n = warp % C::kWarpsN;
+  // The lanes of this thread in the softmax: own_row and own_row + 8.
+  const int own_row = (warp_m * C::kRowTiles + warp_k) * 16 + lane / 4;
+  const float value_scale = kFormat == LatentFormat::kE4m3 ? p.cache.scale : 1.0f;
+  const float scale = p.softmax_scale * value_scale * kLog2Of;
+
+  // ldmatrix addresses. A step of 16 columns is an xor of 32, four of them are a block of 64 further. Warps that share
+  // columns take every other step.
+  const uint32_t stage0 = shared_address(stages);
+  const uint32_t query_address =
+      (shared_address(shared) + (warp_m * C::kRowTiles * 16 + lane % 16) * 128 + ((lane / 16) ^ (lane % 8)) * 16) ^
+      (warp_k << 5);
+  const uint32_t key_offset =
+      C::kWarpKeys >= 16
+          ? ((warp_n * C::kWarpKeys + lane % 8 + lane / 16 * 8) * 128 + ((lane / 8 % 2) ^ (lane % 8)) * 16) ^
+                (warp_k << 5)
+          : (warp_n * C::kWarpKeys + lane % 8) * 128 + ((lane / 8) ^ (lane % 8)) * 16;
+  const uint32_t weight_address = shared_address(weights) + lane % 16 * 128 + ((lane / 16) ^ (lane % 8)) * 16;
+  const uint32_t value_offset = warp * kBlockBytes + lane % 16 * 128 + ((lane / 16) ^ (lane % 8)) * 16;
+
+  if (tid == 0) s.line.cut = -1, s.line.cut_parts = 0;
+  Walk walk(s.line);
+  while (walk.next(p, schedule, s.line, part)) {
+    typename Problem::Place g;
+    p.place(g, walk.group - 1);
+    int lanes = min(C::kLanes, static_cast<int>(g.num_rows) * p.num_heads - lane0);
+    const int most = static_cast<int>(p.keys_of(g, (lane0 + lanes - 1) / p.num_heads));
+    const int32_t* const list = names_of(g);
+    int bound[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int l = own_row + 8 * half;
+      bound[half] = l < lanes ? static_cast<int>(p.keys_of(g, (lane0 + l) / p.num_heads)) : 0;
+    }
+    __syncthreads();  // nobody reads the last piece's queries, tiles or statistics any more
+    for (int l = tid / 8; l < C::kLanes; l += kThreads / 8) {
+      const int piece = tid % 8;
+      const bool ok = l < lanes;
+      const int64_t at =
+          ok ? (g.first_row + (lane0 + l) / p.num_heads) * p.q_row_stride + (lane0 + l) % p.num_heads * p.q_head_stride
+             : 0;
+      const int target = l * 128 + ((piece ^ (l % 8)) * 16);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        if (p.q_e4m3) {
+          const uint2 v = ok ? *reinterpret_cast<const uint2*>(reinterpret_cast<const unsigned char*>(p.q) + at +
+                                                               b * 64 + 8 * piece)
+                             : uint2{0, 0};
+          const uint2 x = widen_e4m3(v.x), y = widen_e4m3(v.y);
+          *reinterpret_cast<uint4*>(shared + b * C::kQueryBlock + target) = {x.x, x.y, y.x, y.y};
+        } else {
+          copy_async_16(shared_address(shared) + b * C::kQueryBlock + target, p.q + at + b * 64 + 8 * piece, ok);
+        }
+      }
+    }
+
+    float acc[C::kLaneTiles][8][4], top[2], sum[2];
+    bool careful = false;
+    for (;;) {  // once, or again the careful way
+#pragma unroll
+      for (int m = 0; m < C::kLaneTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+          for (float& x : acc[m][n]) x = 0.0f;
+      top[0] = top[1] = -INFINITY;
+      sum[0] = sum[1] = 0.0f;
+
+      Loader<kFormat> loader;
+      loader.fetch_names(p, list, walk.first_tile, most);
+      loader.load(p, walk.first_tile, stage0, s.present[0]);
+      copy_async_commit();
+      loader.convert(stages);
+      loader.fetch_names(p, list, walk.first_tile + 1, most);
+
+      for (int tile = walk.first_tile; tile < walk.last_tile; ++tile) {
+        const int stage = C::kStages == 1 ? 0 : (tile - walk.first_tile) & 1, other = C::kStages == 1 ? 0 : stage ^ 1;
+        const uint32_t keys = stage0 + stage * kStageBytes;
+        const bool more = tile + 1 < walk.last_tile;
+        copy_async_wait<0>();
+        __syncthreads();  // the tile is there, and nobody reads the one before, or its weights
+        auto load_next = [&] {
+          if (more) {
+            loader.load(p, tile + 1, stage0 + other * kStageBytes, s.present[other]);
+            loader.fetch_names(p, list, tile + 2, most);
+          }
+          copy_async_commit();
+        };
+        if (C::kStages == 2) load_next();
+
+        // ---- S ----
+        float score[C::kRowTiles][C::kWarpKeys / 8][4] = {};
+        if constexpr (C::kWarpKeys >= 16) {
+#pragma unroll
+          for (int k = 0; k < kWidth / 16 / C::kSplit; ++k) {
+            const uint32_t flip = C::kSplit == 2 ? (k & 1) << 6 : (k & 3) << 5;
+            const int block = C::kSplit == 2 ? k >> 1 : k >> 2;
+            uint32_t a[C::kRowTiles][4];
+#pragma unroll
+            for (int m = 0; m < C::kRowTiles; ++m)
+              ldmatrix_x4(a[m], (query_address ^ flip) + block * C::kQueryBlock + m * 16 * 128);
+#pragma unroll
+            for (int n = 0; n < C::kWarpKeys / 16; ++n) {
+              uint32_t b[4];
+              ldmatrix_x4(b, ((keys + key_offset) ^ flip) + block * kBlockBytes + n * 16 * 128);
+#pragma unroll
+              for (int m = 0; m < C::kRowTiles; ++m) {
+                mma_bf16(score[m][2 * n], a[m], b[0], b[1]);
+                mma_bf16(score[m][2 * n + 1], a[m], b[2], b[3]);
+              }
+            }
+          }
+        } else {  // eight keys: an ldmatrix serves two steps
+#pragma unroll
+          for (int k = 0; k < kWidth / 32; ++k) {
+            uint32_t a[4], b[4];
+            ldmatrix_x4(b, ((keys + key_offset) ^ ((k & 1) << 6)) + (k >> 1) * kBlockBytes);
+            ldmatrix_x4(a, (query_address ^ ((k & 1) << 6)) + (k >> 1) * C::kQueryBlock);
+            mma_bf16(score[0][0], a, b[0], b[1]);
+            ldmatrix_x4(a, (query_address ^ ((k & 1) << 6) ^ 32) + (k >> 1) * C::kQueryBlock);
+            mma_bf16(score[0][0], a, b[2], b[3]);
+          }
+        }
+        constexpr int kGroups = C::kWarpKeys / 8;
+        float x[kGroups][4];
+        if constexpr (C::kSplit == 2) {
+          __syncthreads();  // nobody reads the rotated columns any more
+          auto slot = [&](int w) {
+            unsigned char* base = w < kWarps / 2 ? weights : stages + stage * kStageBytes + (kBlocks - 1) * kBlockBytes;
+            return reinterpret_cast<float4*>(base + w % (kWarps / 2) * (kGroups * 512)) + lane;
+          };
+#pragma unroll
+          for (int j = 0; j < kGroups; ++j) {
+            float4 away;
+            away.x = warp_k == 0 ? score[1][j][0] : score[0][j][0];
+            away.y = warp_k == 0 ? score[1][j][1] : score[0][j][1];
+            away.z = warp_k == 0 ? score[1][j][2] : score[0][j][2];
+            away.w = warp_k == 0 ? score[1][j][3] : score[0][j][3];
+            slot(warp)[32 * j] = away;
+          }
+          __syncthreads();
+#pragma unroll
+          for (int j = 0; j < kGroups; ++j) {
+            const float4 from = slot(warp ^ (kWarps / 2))[32 * j];
+            x[j][0] = (warp_k == 0 ? score[0][j][0] : score[1][j][0]) + from.x;
+            x[j][1] = (warp_k == 0 ? score[0][j][1] : score[1][j][1]) + from.y;
+            x[j][2] = (warp_k == 0 ? score[0][j][2] : score[1][j][2]) + from.z;
+            x[j][3] = (warp_k == 0 ? score[0][j][3] : score[1][j][3]) + from.w;
+          }
+        } else {
+#pragma unroll
+          for (int j = 0; j < kGroups; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[j][i] = score[0][j][i];
+        }
+
+        // ---- softmax of lanes own_row and own_row + 8 over the keys of warp_n ----
+        const int first_key = warp_n * C::kWarpKeys + 2 * quad;
+        float now[2] = {-INFINITY, -INFINITY};  // fmaxf passes NaN by; it comes back through the weights
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j) {
+          const uint32_t present = *reinterpret_cast<const uint16_t*>(&s.present[stage][first_key + 8 * j]);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const bool sees =
+                (present >> (8 * (i % 2)) & 1u) != 0 && tile * kKeys + first_key + 8 * j + i % 2 < bound[i / 2];
+            x[j][i] = sees ? x[j][i] * scale : -INFINITY;
+            now[i / 2] = fmaxf(now[i / 2], x[j][i]);
+          }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          now[half] = fmaxf(now[half], __shfl_xor_sync(0xffffffffu, now[half], 1));
+          now[half] = fmaxf(now[half], __shfl_xor_sync(0xffffffffu, now[half], 2));
+          if (quad == 0) s.max[warp_n][own_row + 8 * half] = now[half];
+        }
+        __syncthreads();
+        bool changed = false;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float before = top[half];
+          float m = before;
+#pragma unroll
+          for (int n = 0; n < C::kWarpsN; ++n) m = fmaxf(m, s.max[n][own_row + 8 * half]);
+          top[half] = m;
+          const float shift = m == -INFINITY ? 0.0f : m;  // scores of -inf alone: weights of 0, not NaN
+          const float factor = before == m ? 1.0f : exp2_approx(before - m);
+          changed |= factor != 1.0f;
+          if (warp_n == 0 && quad == 0) s.rescale[own_row + 8 * half] = factor;
+          float own = 0.0f;
+#pragma unroll
+          for (int j = 0; j < kGroups; ++j) {
+            const uint32_t pair =
+                round_to_bf16x2(exp2_approx(x[j][2 * half] - shift), exp2_approx(x[j][2 * half + 1] - shift));
+            own += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xffff0000u);  // what multiplies V is summed
+            const int row = own_row + 8 * half, piece = warp_n * kGroups + j;
+            *reinterpret_cast<uint32_t*>(weights + row * 128 + (piece ^ (row % 8)) * 16 + 4 * quad) = pair;
+          }
+          sum[half] = sum[half] * factor + own;
+        }
+        changed = __syncthreads_or(changed) != 0;
+
+        // ---- O: all lanes, 64 columns; converting the next tile before or behind it ----
+        const auto convert_next = [&] {
+          if (more) loader.convert(stages + other * kStageBytes);
+        };
+        if (Loader<kFormat>::kConverts && C::kStages == 2 && warp % 2 == 0) convert_next();
+        if (changed) {
+#pragma unroll
+          for (int m = 0; m < C::kLaneTiles; ++m) {
+            const float low = s.rescale[16 * m + lane / 4], high = s.rescale[16 * m + lane / 4 + 8];
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+              acc[m][n][0] *= low;
+              acc[m][n][1] *= low;
+              acc[m][n][2] *= high;
+              acc[m][n][3] *= high;
+            }
+          }
+        }
+        if (!careful) {
+#pragma unroll
+          for (int k = 0; k < kKeys / 16; ++k) {
+            uint32_t a[C::kLaneTiles][4];
+#pragma unroll
+            for (int m = 0; m < C::kLaneTiles; ++m) ldmatrix_x4(a[m], (weight_address ^ (k << 5)) + m * 16 * 128);
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+              uint32_t b[4];
+              ldmatrix_x4_trans(b, ((keys + value_offset) ^ (n << 5)) + k * 16 * 128);
+#pragma unroll
+              for (int m = 0; m < C::kLaneTiles; ++m) {
+                mma_bf16(acc[m][2 * n], a[m], b[0], b[1]);
+                mma_bf16(acc[m][2 * n + 1], a[m], b[2], b[3]);
+              }
+            }
+          }
+        } else {
+          careful_product(acc, weights, keys + value_offset);
+        }
+        if (Loader<kFormat>::kConverts && C::kStages == 2 && warp % 2 == 1) convert_next();
+        if constexpr (C::kStages == 1) {
+          __syncthreads();
+          load_next();
+          convert_next();
+        }
+      }
+      copy_async_wait<0>();
+
+      float seen = 0.0f;  // seen + 0 * x: 0 as long as all of them are finite
+#pragma unroll
+      for (int m = 0; m < C::kLaneTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) seen = fmaf(acc[m][n][i], 0.0f, seen);
+      if (__syncthreads_or(seen != 0.0f) == 0 || careful) break;
+      careful = true;
+    }
+
+    // ---- results ----
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 1);
+      sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 2);
+      if (quad == 0) {
+        s.sum[warp_n][own_row + 8 * half] = sum[half];
+        if (warp_n == 0) s.top[own_row + 8 * half] = top[half];
+      }
+    }
+    __syncthreads();
+    p.place(g, walk.group - 1);  // again, rather than kept in registers through the loop
+    lanes = min(C::kLanes, static_cast<int>(g.num_rows) * p.num_heads - lane0);
+    const bool complete = walk.first_tile == 0 && walk.last_tile == walk.tiles;
+#pragma unroll
+    for (int m = 0; m < C::kLaneTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int l = 16 * m + lane / 4 + 8 * half;
+        if (l >= lanes) continue;
+        float total = 0.0f;
+#pragma unroll
+        for (int n = 0; n < C::kWarpsN; ++n) total += s.sum[n][l];
+        const float largest = s.top[l];
+        const bool empty = total == 0.0f;  // no keys, or none with a weight
+        const int64_t row = g.first_row + (lane0 + l) / p.num_heads;
+        const int head = (lane0 + l) % p.num_heads;
+        const float lse = empty ? -INFINITY : (largest + log2f(total)) * kLnOf;
+        const bool first = warp == 0 && quad == 0;
+        if (complete) {
+          const float all = p.sink != nullptr && !empty ? total + exp2_approx(p.sink[head] * kLog2Of - largest) : total;
+          const float inverse = value_scale / all;
+          const int64_t at = row * p.out_row_stride + head * p.out_head_stride + warp * 64 + 2 * quad;
+#pragma unroll
+          for (int n = 0; n < 8; ++n) {
+            const float x0 = empty ? 0.0f : acc[m][n][2 * half] * inverse,
+                        x1 = empty ? 0.0f : acc[m][n][2 * half + 1] * inverse;
+            if (p.out_dtype == DType::kBf16)
+              *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + at + 8 * n) = round_to_bf16x2(x0, x1);
+            else *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at + 8 * n) = {x0, x1};
+          }
+          if (first && p.lse != nullptr) p.lse[row * p.lse_row_stride + head] = lse;
+          if (first && p.max_logits != nullptr) p.max_logits[row * p.max_row_stride + head] = largest * kLnOf;
+        } else {
+          const float inverse = value_scale / total;
+          const int64_t index =
+              ((2 * int64_t{part} + (walk.first_tile == 0)) * schedule.lane_blocks + lane_block) * C::kLanes + l;
+          float* partial = p.partial + index * kLatent + warp * 64 + 2 * quad;
+#pragma unroll
+          for (int n = 0; n < 8; ++n)
+            *reinterpret_cast<float2*>(partial + 8 * n) = {acc[m][n][2 * half] * inverse,
+                                                           acc[m][n][2 * half + 1] * inverse};
+          if (first) {
+            p.partial_lse[index] = lse;  // -inf: the partial result is not read
+            schedule.partial_max[index] = largest * kLnOf;
+          }
+        }
+      }
+    if (tid == 0 && walk.first_tile == 0 && walk.last_tile < walk.tiles) {
+      s.line.cut = walk.group - 1;
+      s.line.cut_parts = 1 + (walk.tiles - walk.last_tile + s.line.payload - 1) / s.line.payload;
+    }
+  }
+  if (tid == 0 && lane_block == 0) {
+    schedule.cut_group[part] = s.line.cut;
+    schedule.cut_parts[part] = s.line.cut_parts;
+  }
+}
+
+constexpr int kMaxParts = 256;
+constexpr int kCombineLanes = 4, kWarpsPerLane = 4, kCombineThreads = 32 * kCombineLanes * kWarpsPerLane;
+
+/// Merges the parts of the groups that were cut. Grid: parts x lane blocks x (kLanes / kCombineLanes); a block serves
+/// kCombineLanes lanes of the group that begins in its part and goes on behind it, if there is one: kWarpsPerLane warps
+/// take every fourth part each, and their sums are added in order.
+template <int kLanes, class Problem>
+__global__ void __launch_bounds__(kCombineThreads)
+    combine_kernel(const __grid_constant__ Problem p, const __grid_constant__ Schedule schedule) {
   wait_for_stream();
   let_next_start();
-  const int64_t row = blockIdx.x / p.num_heads, head = blockIdx.x % p.num_heads;
-  float top = -INFINITY;
-  const int64_t stride = p.num_rows * p.num_heads, index = row * p.num_heads + head;
-  for (int s = 0; s < p.num_splits; ++s) {
-    const float l = p.partial_lse[s * stride + index];
-    top = l > top || isnan(l) ? l : top;
+  constexpr int kPieces = kLatent / 128;  // a warp reads 128 columns at once
+  static_assert(kPieces == kWarpsPerLane, "a warp finishes 128 columns");
+  __shared__ float weight[kCombineLanes][kMaxParts];
+  __shared__ float4 sums[kCombineLanes][kWarpsPerLane][kPieces][32];
+  constexpr int kBlocksPerPart = kLanes / kCombineLanes;
+  const int per_part = kBlocksPerPart * schedule.lane_blocks;
+  const int first = static_cast<int>(blockIdx.x) / per_part;
+  const int group = schedule.cut_group[first];
+  if (group < 0) return;
+  const int parts = schedule.cut_parts[first];
+  typename Problem::Place g;
+  p.place(g, group);
+  const int warp = static_cast<int>(threadIdx.x) / 32, in_warp = static_cast<int>(threadIdx.x) % 32,
+            slot = warp / kWarpsPerLane, quarter = warp % kWarpsPerLane;
+  const int lane = static_cast<int>(blockIdx.x) % per_part * kCombineLanes + slot;
+  const bool real = lane < static_cast<int>(g.num_rows) * p.num_heads;
+  auto index_of = [&](int i) {
+    return ((int64_t{2} * (first + i) + (i == 0)) * schedule.lane_blocks + lane / kLanes) * kLanes + lane % kLanes;
+  };
+  float top = -INFINITY, largest = -INFINITY;  // every warp of a lane finds them for itself
+  if (real) {
+    for (int i = in_warp; i < parts; i += 32) {
+      const float l = p.partial_lse[index_of(i)];
+      if (quarter == 0) weight[slot][i] = l;
+      top = l > top || isnan(l) ? l : top;
+      largest = fmaxf(largest, schedule.partial_max[index_of(i)]);
+    }
   }
-  float4 o{0, 0, 0, 0};
+  for (int offset = 16; offset > 0; offset /= 2) {
+    const float other = __shfl_xor_sync(0xffffffffu, top, offset);
+    top = other > top || isnan(other) ? other : top;
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+  }
+  __syncthreads();
   float sum = 0.0f;
-  for (int s = 0; s < p.num_splits; ++s) {
-    const float l = p.partial_lse[s * stride + index];
-    if (l == -INFINITY) continue;  // an empty split is not read
-    const float w = expf(l - top);
-    const float4 x = reinterpret_cast<const float4*>(p.partial + (s * stride + index) * kLatent)[threadIdx.x];
-    sum += w;
-    o.x = fmaf(w, x.x, o.x), o.y = fmaf(w, x.y, o.y), o.z = fmaf(w, x.z, o.z), o.w = fmaf(w, x.w, o.w);
+  float4 o[kPieces] = {};
+  if (real) {
+    for (int i = 0; i < parts; ++i) {
+      const float l = weight[slot][i];
+      sum += l == -INFINITY ? 0.0f : __expf(l - top);
+    }
+#pragma unroll 4
+    for (int i = quarter; i < parts; i += kWarpsPerLane) {
+      const float l = weight[slot][i];
+      if (l == -INFINITY) continue;  // an empty piece is not read
+      const float w = __expf(l - top);
+      const float4* row = reinterpret_cast<const float4*>(p.partial + index_of(i) * kLatent) + in_warp;
+#pragma unroll
+      for (int c = 0; c < kPieces; ++c) {
+        const float4 x = row[32 * c];
+        o[c].x = fmaf(w, x.x, o[c].x), o[c].y = fmaf(w, x.y, o[c].y), o[c].z = fmaf(w, x.z, o[c].z),
+        o[c].w = fmaf(w, x.w, o[c].w);
+      }
+    }
   }
-  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-  const int64_t at = row * p.out_row_stride + head * p.out_head_stride + 4 * threadIdx.x;
-  o.x *= inverse, o.y *= inverse, o.z *= inverse, o.w *= inverse;
+#pragma unroll
+  for (int c = 0; c < kPieces; ++c) sums[slot][quarter][c][in_warp] = o[c];
+  __syncthreads();
+  if (!real) return;
+  float4 total = sums[slot][0][quarter][in_warp];
+  for (int w = 1; w < kWarpsPerLane; ++w) {
+    const float4 x = sums[slot][w][quarter][in_warp];
+    total.x += x.x, total.y += x.y, total.z += x.z, total.w += x.w;
+  }
+  const int64_t row = g.first_row + lane / p.num_heads;
+  const int head = lane % p.num_heads;
+  const float all = p.sink != nullptr && sum != 0.0f ? sum + __expf(p.sink[head] - top) : sum;
+  const float inverse = sum == 0.0f ? 0.0f : 1.0f / all;
+  total.x *= inverse, total.y *= inverse, total.z *= inverse, total.w *= inverse;
+  const int64_t at = row * p.out_row_stride + head * p.out_head_stride + 128 * quarter + 4 * in_warp;
   if (p.out_dtype == DType::kBf16)
-    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + at) = {pack_bf16(o.x, o.y), pack_bf16(o.z, o.w)};
-  else *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = o;
-  if (p.lse != nullptr && threadIdx.x == 0)
-    p.lse[row * p.lse_row_stride + head] = sum == 0.0f ? -INFINITY : top + logf(sum);
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + at) = {round_to_bf16x2(total.x, total.y),
+                                                                     round_to_bf16x2(total.z, total.w)};
+  else *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = total;
+  if (quarter == 0 && in_warp == 0) {
+    if (p.lse != nullptr) p.lse[row * p.lse_row_stride + head] = sum == 0.0f ? -INFINITY : top + logf(sum);
+    if (p.max_logits != nullptr) p.max_logits[row * p.max_row_stride + head] = largest;
+  }
 }
 
 }  // namespace mma

@@ -3,7 +3,6 @@
 #include "core/format.h"
 #include "cuda/common/check.h"
 #include "cuda/common/index_select.h"
-#include "cuda/common/refuse.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -13,14 +12,15 @@ namespace {
 
 template <class Params>
 std::string refuses_absorbed(const Params& p) {
-  if (p.q.dtype != DType::kBf16) return fmt::format("q is {}; accepted: bf16", to_string(p.q.dtype));
+  if (p.q.dtype != DType::kBf16 && p.q.dtype != DType::kE4m3)
+    return fmt::format("q is {}; accepted: bf16, e4m3", to_string(p.q.dtype));
   const LatentFormat f = p.cache.format;
   if (f != LatentFormat::kBf16 && f != LatentFormat::kE4m3 && f != LatentFormat::kPacked656)
     return fmt::format("the cache is {}; accepted: bf16, e4m3, packed656", to_string(f));
   const RowGeometry g = p.cache.geometry;
   if (g.latent_dim != 512 || g.rope_dim != 64)
     return fmt::format("rows are {} + {} wide; accepted: 512 + 64", g.latent_dim, g.rope_dim);
-  return refuses_options(p);
+  return {};
 }
 
 std::string refuses_dense(const MlaDecode& p) {

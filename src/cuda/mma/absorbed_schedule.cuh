@@ -1,0 +1,117 @@
+// How a call of absorbed attention is cut into equal parts on the device, from lengths that only the device has.
+//
+// The work lies on a line: each group (a request; a row when sparse) takes kFixedTiles + its tiles of kKeys keys. The
+// line is cut into num_parts equal parts for each block of lanes; a block of threads walks the pieces of its part. A
+// group that a cut goes through leaves partial results, at most two a part, which combine_kernel merges in order. One
+// long request among short ones is shared out like many; a batch of one uses the whole chip.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/absorbed_problem.cuh"
+
+namespace gannet {
+inline namespace v0 {
+namespace cuda {
+namespace mma {
+
+using namespace absorbed;
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kKeys = 64;         // of a tile
+constexpr int kFixedTiles = 2;    // a group's price beside its tiles: Q, the first tile's latency, the results
+constexpr int kMinPartTiles = 2;  // a part below this costs more to merge than it saves
+
+struct Schedule {
+  int* cut_group;      // [num_parts], for combine_kernel: the group that begins in a part and goes on behind it, or -1
+  int* cut_parts;      // [num_parts]: over how many parts it goes
+  float* partial_max;  // largest scaled scores of partial results, beside partial_lse
+  int num_parts;       // of each lane block
+  int lane_blocks;
+  int num_groups;
+};
+
+struct Line {
+  int first_group, first_start, payload, total;
+  int cut, cut_parts;  // what goes to Schedule in the end; thread 0's
+  int partial_sum[kWarps];
+};
+
+// Lengths are int32, so tiles, and the line of a call that fits a GPU's memory, are 32-bit numbers.
+template <class Problem>
+__device__ int group_tiles(const Problem& p, int group) {
+  typename Problem::Place g;
+  if (!p.place(g, group)) return 0;
+  const int n = static_cast<int>(p.keys_of(g, g.num_rows - 1));
+  return n <= 0 ? 1 : (n + kKeys - 1) / kKeys;  // a group without keys takes a tile in which nothing is seen
+}
+
+/// Where this part begins. Each thread sums a run of groups; a scan over threads gives each run's start.
+template <class Problem>
+__device__ void find_part(const Problem& p, const Schedule& schedule, int part, Line& s) {
+  const int tid = static_cast<int>(threadIdx.x);
+  if (tid == 0) {
+    s.first_group = schedule.num_groups;
+    s.first_start = 0;
+  }
+  const int per_thread = (schedule.num_groups + kThreads - 1) / kThreads;
+  const int begin = min(tid * per_thread, schedule.num_groups), end = min(begin + per_thread, schedule.num_groups);
+  int own = 0;
+  for (int g = begin; g < end; ++g) own += group_tiles(p, g) + kFixedTiles;
+  int inclusive = own;
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, inclusive, offset);
+    if (tid % 32 >= offset) inclusive += other;
+  }
+  if (tid % 32 == 31) s.partial_sum[tid / 32] = inclusive;
+  __syncthreads();
+  int before = 0, total = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < tid / 32) before += s.partial_sum[w];
+    total += s.partial_sum[w];
+  }
+  int start = before + inclusive - own;
+  const int payload = max((total + schedule.num_parts - 1) / schedule.num_parts, kMinPartTiles);
+  const int target = part * payload;
+  if (tid == 0) {
+    s.payload = payload;
+    s.total = total;
+  }
+  for (int g = begin; g < end; ++g) {
+    const int cost = group_tiles(p, g) + kFixedTiles;
+    if (target >= start && target < start + cost) {
+      s.first_group = g;
+      s.first_start = start;
+    }
+    start += cost;
+  }
+  __syncthreads();
+}
+
+/// The pieces of work of a part, in order.
+struct Walk {
+  int group, start;  // the next group and its place on the line
+  int first_tile, last_tile, tiles;
+
+  __device__ explicit Walk(const Line& s) : group(s.first_group), start(s.first_start) {}
+  /// Advances to the next piece with tiles, of group `group - 1`; false at the end.
+  template <class Problem>
+  __device__ bool next(const Problem& p, const Schedule& schedule, const Line& s, int part) {
+    const int part_begin = part * s.payload, part_end = min(part_begin + s.payload, s.total);
+    while (group < schedule.num_groups && start < part_end) {
+      tiles = group_tiles(p, group);
+      const int origin = start + kFixedTiles;  // the place of tile 0 on the line
+      first_tile = max(0, part_begin - origin);
+      last_tile = min(tiles, part_end - origin);
+      start += tiles + kFixedTiles;
+      ++group;
+      if (first_tile < last_tile) return true;
+    }
+    return false;
+  }
+};
+
+}  // namespace mma
+}  // namespace cuda
+}  // namespace v0
+}  // namespace gannet
