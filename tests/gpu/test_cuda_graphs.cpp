@@ -544,6 +544,56 @@ TEST_P(CudaGraphs, TwentyLaunchesAreTheSameBits) {
   cudaStreamDestroy(other);
 }
 
+/// Programmatic dependent launch: steps whose kernels are set up while the ones before them end, eager and in graphs,
+/// all enqueued without a wait between them, against the same steps one kernel after the other.
+TEST_P(CudaGraphs, OverlapChangesNoBit) {
+  const Shape shape = GetParam();
+  constexpr int32_t kMost = 8, kSteps = 25, kWays = 4;  // overlapped or not, a graph or eager
+  const int64_t rows = int64_t{kMost} * shape.q_len;
+  Engine e(shape.arch, shape.heads, static_cast<int32_t>(rows), 13, stream());
+  std::vector<std::unique_ptr<AttentionBackend>> backends;
+  std::vector<std::unique_ptr<Graph>> graphs(kWays);
+  std::vector<DeviceTensor> outs(kWays), lses(kWays);
+  for (size_t way = 0; way < kWays; ++way) {
+    outs[way] = DeviceTensor(DType::kBf16, {rows, e.heads, kR});
+    lses[way] = DeviceTensor(DType::kF32, {rows, e.heads});
+    backends.push_back(e.backend(shape.invariant, Stream{.handle = stream_, .overlap = way % 2 == 0}));
+    if (way >= 2) continue;
+    backends[way]->capture({.num_requests = kMost, .q_len = shape.q_len});
+    e.run(*backends[way], rows, outs[way], lses[way]);  // plans and workspace
+    wait();
+    graphs[way] = std::make_unique<Graph>(stream_, [&] { e.run(*backends[way], rows, outs[way], lses[way]); });
+  }
+  Random random(17);
+  for (int i = 0; i < kSteps; ++i) {
+    const Batch batch(random, kMost, shape.q_len);
+    BatchStep step = batch.step(shape.q_len);
+    std::vector<int32_t> padded = batch.seq_lens;
+    padded.resize(kMost, 0);
+    step.seq_lens = padded;
+    e.fresh_inputs(stream());
+    for (size_t way = 0; way < kWays; ++way) {
+      outs[way].poison(stream());
+      lses[way].poison(stream());
+    }
+    backends[0]->refresh(batch.step(shape.q_len), kMost);
+    backends[1]->refresh(batch.step(shape.q_len), kMost);
+    backends[2]->prepare(step);
+    backends[3]->prepare(step);
+    for (int again = 0; again < 3; ++again) {
+      graphs[0]->launch(stream_);
+      e.run(*backends[2], rows, outs[2], lses[2]);
+      graphs[1]->launch(stream_);
+      e.run(*backends[3], rows, outs[3], lses[3]);
+    }
+    const auto out = outs[1].read(stream()), lse = lses[1].read(stream());  // a graph without overlap
+    for (const size_t way : {0, 2, 3}) {
+      ASSERT_EQ(outs[way].read(stream()), out) << "way " << way << " of step " << i;
+      ASSERT_EQ(lses[way].read(stream()), lse) << "way " << way << " of step " << i;
+    }
+  }
+}
+
 using CudaBackends = CudaTest;
 
 TEST_F(CudaBackends, PlansAreNotForAGraph) {
