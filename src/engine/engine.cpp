@@ -47,6 +47,7 @@ struct Engine::Batch {
   std::vector<int32_t> accepted;  // [decode requests] rows that stand
   std::vector<int64_t> logit_rows;
   int32_t q_len = 1;
+  bool picked = false;  // the decoder picked the tokens: there are no logits
 
   int64_t num_extends() const noexcept { return static_cast<int64_t>(extend_lens.size()); }
   int64_t rows_of(size_t b) const noexcept { return b < extend_lens.size() ? extend_lens[b] : q_len; }
@@ -139,10 +140,13 @@ void Engine::finish(Running& r, RequestState state) {
   r.table_row = -1;
 }
 
-void Engine::choose(int64_t id, Running& r, std::span<const float> logits) {
+void Engine::choose(int64_t id, Running& r, const RowResult& row) {
   const size_t made = r.status.tokens.size();
   if (static_cast<int64_t>(made) >= r.request.max_new_tokens) return finish(r, RequestState::kLength);
-  const int32_t token = made < r.request.forced.size() ? r.request.forced[made] : r.sampler.sample(logits);
+  const int32_t token = made < r.request.forced.size() ? r.request.forced[made]
+                        : row.logits.empty()           ? row.token
+                                                       : r.sampler.sample(row.logits);
+  if (token < 0) fail_all_nan();
   r.status.tokens.push_back(token);
   ++stats_.generated_tokens;
   if (hooks_.on_token) hooks_.on_token(id, token);
@@ -201,29 +205,39 @@ Engine::Batch Engine::compose() const {
 }
 
 void Engine::forward(Batch& batch) {
-  logits_.resize(batch.logit_rows.size() * static_cast<size_t>(decoder_->config().vocab_size));
+  // Where everybody takes the likeliest token and nobody looks at logits, four bytes a row leave the device.
+  batch.picked = decoder_->picks_tokens() && !hooks_.on_logits &&
+                 std::all_of(batch.requests.begin(), batch.requests.end(), [&](int64_t id) {
+                   return requests_[static_cast<size_t>(id)]->request.sampling.temperature == 0.0f;
+                 });
+  if (batch.picked) tokens_.resize(batch.logit_rows.size());
+  else logits_.resize(batch.logit_rows.size() * static_cast<size_t>(decoder_->config().vocab_size));
   decoder_->forward(
       {.seq_lens = batch.seq_lens,
        .prefix_lens = batch.prefix_lens,
        .extend_lens = batch.extend_lens,
        .q_len = batch.q_len,
        .pages = table_.view(gannet::view(batch.table_rows.data(), {static_cast<int64_t>(batch.table_rows.size())}))},
-      batch.ids, {.logit_rows = batch.logit_rows, .logits = logits_.data(), .on_selection = hooks_.on_selection});
+      batch.ids,
+      {.logit_rows = batch.logit_rows,
+       .logits = batch.picked ? nullptr : logits_.data(),
+       .tokens = batch.picked ? tokens_.data() : nullptr,
+       .on_selection = hooks_.on_selection});
 }
 
 /// Chooses tokens from the logits of a step. Of a decode request's rows those stand whose token was chosen: the first
 /// one, and each draft for as long as it is what was chosen before it.
 void Engine::take_tokens(Batch& batch) {
   const auto vocab = static_cast<size_t>(decoder_->config().vocab_size);
-  const float* logits = logits_.data();
+  size_t next = 0;  // of the rows with a result
   const int64_t num_extends = batch.num_extends();
   for (size_t b = 0; b < batch.requests.size(); ++b) {
     const int64_t id = batch.requests[b], n = batch.rows_of(b);
     Running& r = *requests_[static_cast<size_t>(id)];
-    const auto next_logits = [&] {
-      const std::span<const float> at(logits, vocab);
-      logits += vocab;
-      return at;
+    const auto next_row = [&]() -> RowResult {
+      const size_t at = next++;
+      if (batch.picked) return {.token = tokens_[at]};
+      return {.logits = std::span<const float>(logits_).subspan(at * vocab, vocab)};
     };
     if (static_cast<int64_t>(b) < num_extends) {
       r.cached += n;
@@ -233,8 +247,8 @@ void Engine::take_tokens(Batch& batch) {
       for (int64_t j = 0; j < n; ++j) {
         const bool chooses = ends_prompt && j == n - 1;
         if (!hooks_.all_logits && !chooses) continue;
-        const std::span<const float> at = next_logits();
-        if (hooks_.on_logits) hooks_.on_logits(id, batch.first[b] + j, at);
+        const RowResult at = next_row();
+        if (hooks_.on_logits) hooks_.on_logits(id, batch.first[b] + j, at.logits);
         if (chooses) choose(id, r, at);
       }
       continue;
@@ -243,12 +257,12 @@ void Engine::take_tokens(Batch& batch) {
     int32_t& accepted = batch.accepted[b - batch.extend_lens.size()];
     bool stands = true;
     for (int64_t j = 0; j < n; ++j) {
-      const std::span<const float> at = next_logits();
+      const RowResult at = next_row();
       if (!stands) continue;
       ++accepted;
       ++r.cached;
       if (num_extends == 0) ++stats_.decoded_tokens;
-      if (hooks_.on_logits) hooks_.on_logits(id, batch.first[b] + j, at);
+      if (hooks_.on_logits) hooks_.on_logits(id, batch.first[b] + j, at.logits);
       choose(id, r, at);
       stands = r.status.state == RequestState::kDecode && j + 1 < n &&
                r.status.tokens.back() == r.drafts[static_cast<size_t>(j)];

@@ -115,7 +115,12 @@ class Engine {
   void run_mtp(const Batch& batch);
   void finish(Running& r, RequestState state);
   bool grow(Running& r, int64_t tokens);
-  void choose(int64_t id, Running& r, std::span<const float> logits);
+  /// What a row of the step says about the next token: logits, or the likeliest token where the decoder picked it.
+  struct RowResult {
+    std::span<const float> logits = {};
+    int32_t token = 0;
+  };
+  void choose(int64_t id, Running& r, const RowResult& row);
 
   Decoder* decoder_;
   EngineOptions options_;
@@ -126,6 +131,7 @@ class Engine {
   std::vector<std::unique_ptr<Running>> requests_;
   std::vector<int32_t> free_rows_;
   std::vector<float> logits_, draft_logits_;
+  std::vector<int32_t> tokens_;  // of the rows of a step whose logits nobody asked for
   EngineStats stats_;
 };
 

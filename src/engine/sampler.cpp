@@ -23,12 +23,16 @@ int32_t argmax(std::span<const float> logits) {
   return static_cast<int32_t>(best);
 }
 
+void fail_all_nan() {
+  fail(ErrorCode::kCorruptFile, "sampling", "every logit is NaN; accepted: a model whose weights are finite");
+}
+
 Sampler::Sampler(const SamplingOptions& options) : options_(options), random_(options.seed) { check_sampling(options); }
 
 int32_t Sampler::sample(std::span<const float> logits) {
   const int32_t best = argmax(logits);
   if (std::isnan(logits[static_cast<size_t>(best)]))  // argmax takes any other value before NaN
-    fail(ErrorCode::kCorruptFile, "sampling", "every logit is NaN; accepted: a model whose weights are finite");
+    fail_all_nan();
   if (options_.temperature == 0.0f) return best;
   const double top = logits[static_cast<size_t>(best)];
   weights_.resize(logits.size());

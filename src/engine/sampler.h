@@ -21,6 +21,9 @@ void check_sampling(const SamplingOptions& options);
 /// Index of the largest logit, the smaller among equals. NaN is below everything.
 int32_t argmax(std::span<const float> logits);
 
+/// Throws what sample() does where every logit is NaN.
+[[noreturn]] void fail_all_nan();
+
 /// Draws the tokens of one request. The same options and logits give the same tokens on every machine: the generator is
 /// the standard library's mt19937_64, whose numbers are specified, and no distribution object of it is used.
 class Sampler {

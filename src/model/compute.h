@@ -15,6 +15,7 @@
 
 #include "gannet/context.h"
 #include "gannet/memory.h"
+#include "model/few_rows.h"
 #include "model/linear.h"
 #include "model/moe.h"
 
@@ -111,6 +112,9 @@ class Compute {
   virtual void gather_rows(const float* x, std::span<const int64_t> rows, int64_t n, float* y) = 0;
   virtual void to_bf16(const float* x, int64_t n, Bf16* y) = 0;
   virtual void from_bf16(const Bf16* x, int64_t n, float* y) = 0;
+
+  /// For steps of up to FewRows::kMostRows rows; nullptr where there is no such thing.
+  virtual FewRows* few_rows() noexcept { return nullptr; }
 
   // ---- MLPs -----------------------------------------------------------------------------------------------------
   /// y[rows, D] = mlp(x[rows, D]).

@@ -92,6 +92,27 @@ bool is_mtp_tensor(const std::string& name, int64_t num_layers) {
   return layer >= num_layers;
 }
 
+RouterParams router_params(const ModelConfig& c) {
+  return {.num_experts = static_cast<int32_t>(c.n_routed_experts),
+          .experts_per_token = static_cast<int32_t>(c.num_experts_per_tok),
+          .num_groups = static_cast<int32_t>(c.n_group),
+          .groups_kept = static_cast<int32_t>(c.topk_group),
+          .normalise = c.norm_topk_prob,
+          .scaling_factor = static_cast<float>(c.routed_scaling_factor)};
+}
+
+/// Whether FewRows takes every product of the model.
+bool fits_few_rows(const ModelConfig& c) {
+  const auto multiple = [](int64_t of, std::initializer_list<int64_t> values) {
+    return std::all_of(values.begin(), values.end(), [&](int64_t v) { return v % of == 0; });
+  };
+  constexpr int64_t kMostChoices = 16;
+  return multiple(8, {c.vocab_size, c.hidden_size, c.q_lora_rank, c.kv_lora_rank, c.v_head_dim, c.index_n_heads,
+                      c.intermediate_size, c.moe_intermediate_size}) &&
+         multiple(16, {c.qk_nope_head_dim, c.qk_rope_head_dim, c.index_head_dim}) &&
+         c.num_experts_per_tok <= kMostChoices;
+}
+
 }  // namespace
 
 KvCost kv_cost(const ModelConfig& config, LatentFormat latent, IndexKFormat index, bool draft) {
@@ -164,7 +185,8 @@ struct Decoder::Layer {
   MlpWeights mlp;  // dense layers; MoE layers: the shared experts, as one
   WeightView router;
   const float* router_bias = nullptr;
-  int32_t experts = -1;  // their number in Compute
+  int32_t experts = -1;          // their number in Compute
+  const void* absorb = nullptr;  // for few rows: [H][R, N], the keys' half of kv_b as the absorbed query reads it
 };
 
 /// The MTP layer: a decoder layer over what the embedding of the next token and the hidden state are mixed to.
@@ -195,6 +217,11 @@ struct Decoder::Scratch {
   Array expand_latent{memory}, expand_k{memory}, expand_v{memory};
   Array q16{memory}, k16{memory}, rope16{memory}, v16{memory}, out16{memory}, index_q16{memory};
   Array router_logits{memory};
+  Array nope16{memory};        // [rows, H, N], for few rows
+  Array attended16{memory};    // [rows, H, R]
+  Array heads16{memory};       // [rows, H, V]
+  Array index_k_out{memory};   // [rows, Di], of which index_k is the input
+  Array tokens{memory};        // [wanted rows] int32
   Array logit_rows{memory};    // [wanted rows, D]
   Array logits{memory};        // [wanted rows, vocab], of a GPU
   Array hidden{memory};        // [rows, D] normalised, of the last forward(), for drafts
@@ -217,6 +244,7 @@ Decoder::Decoder(const Context& context, Checkpoint& checkpoint, const DecoderOp
   if (options_.invariant && options_.device.kind != DeviceKind::kCpu)
     fail(ErrorCode::kUnsupported, "Decoder", "invariant on {}; accepted: on the CPU (bits of {} depend on the batch)",
          to_string(options_.device), compute_->name());
+  if (options_.query == QueryPrecision::kBf16 && fits_few_rows(config_)) few_ = compute_->few_rows();
   load(checkpoint);
   if (options_.draft && !draft_refusal_.empty()) fail(ErrorCode::kUnsupported, "draft", "{}", draft_refusal_);
   make_backend();
@@ -274,6 +302,14 @@ void Decoder::load(Checkpoint& checkpoint) {
   for (size_t i = 0; i < layers_.size(); ++i)
     layers_[i].load(loader, c, c.layers[i], fmt::format("model.layers.{}.", i));
   load_mtp(checkpoint);
+  if (few_ != nullptr) {
+    const auto place_absorbed = [&](Layer& layer) {
+      layer.absorb = few_->place_transposed(layer.kv_b.data, c.qk_nope_head_dim, c.kv_lora_rank, c.num_attention_heads,
+                                            (c.qk_nope_head_dim + c.v_head_dim) * c.kv_lora_rank);
+    };
+    for (Layer& layer : layers_) place_absorbed(layer);
+    if (mtp_) place_absorbed(mtp_->layer);
+  }
   for (const std::string& name : checkpoint.unused())
     if (!is_mtp_tensor(name, c.num_hidden_layers())) unknown_.push_back(name);
 }
@@ -399,6 +435,7 @@ void Decoder::forward(const BatchStep& step, std::span<const int32_t> ids, const
   const StepPlan& plan = backend_->step();
   const int64_t rows = plan.num_rows(), dim = config_.hidden_size;
   check_ids("forward", ids, rows, outputs.logit_rows);
+  check_outputs("forward", outputs);
   if (rows == 0) return;
   reserve_positions();
 
@@ -419,8 +456,9 @@ void Decoder::forward(const BatchStep& step, std::span<const int32_t> ids, const
   if (wanted == 0) return;
   float* last = scratch_->logit_rows.room(wanted * dim);
   compute_->gather_rows(x, outputs.logit_rows, dim, last);
+  if (runs_few(wanted)) return deliver(logits_few(last, wanted, final_norm_), wanted, outputs.logits, outputs.tokens);
   compute_->rms_norm(last, dim, wanted, dim, final_norm_, eps, last, dim);
-  project_logits(last, wanted, outputs.logits);
+  project_logits(last, wanted, outputs);
 }
 
 void Decoder::run_layers(int64_t rows, const int32_t* ids, const ForwardOutputs& outputs) {
@@ -444,6 +482,11 @@ bool Decoder::replay_decode(int64_t rows, const int32_t* ids, const ForwardOutpu
   const auto eps = static_cast<float>(config_.rms_norm_eps);
   const auto work = [&] {
     run_layers(rows, ids, {});
+    if (runs_few(rows)) {
+      few_->argmax(logits_few(scratch_->x.data(), rows, final_norm_), rows, vocab,
+                   scratch_->tokens.room<int32_t>(rows));
+      return;
+    }
     float* normed = scratch_->normed.room(rows * dim);
     compute_->rms_norm(scratch_->x.data(), dim, rows, dim, final_norm_, eps, normed, dim);
     compute_->linear(normed, rows, lm_head_, scratch_->logits.room(rows * vocab));
@@ -458,6 +501,16 @@ bool Decoder::replay_decode(int64_t rows, const int32_t* ids, const ForwardOutpu
   }
   const float* logits = scratch_->logits.data();
   const auto row_bytes = static_cast<size_t>(vocab) * sizeof(float);
+  if (outputs.tokens != nullptr && runs_few(rows)) {
+    std::vector<int32_t> picked(static_cast<size_t>(rows));
+    compute_->fetch(scratch_->tokens.data<int32_t>(), picked.size() * sizeof(int32_t), picked.data());
+    for (size_t i = 0; i < outputs.logit_rows.size(); ++i)
+      outputs.tokens[i] = picked[static_cast<size_t>(outputs.logit_rows[i])];
+  } else if (outputs.tokens != nullptr) {
+    for (size_t i = 0; i < outputs.logit_rows.size(); ++i)
+      deliver(logits + outputs.logit_rows[i] * vocab, 1, nullptr, outputs.tokens + i);
+  }
+  if (outputs.logits == nullptr) return true;
   if (static_cast<int64_t>(outputs.logit_rows.size()) == rows) {
     compute_->fetch(logits, row_bytes * static_cast<size_t>(rows), outputs.logits);
     return true;
@@ -469,11 +522,29 @@ bool Decoder::replay_decode(int64_t rows, const int32_t* ids, const ForwardOutpu
 }
 
 /// lm_head over packed rows, to the host.
-void Decoder::project_logits(const float* rows, int64_t n, float* logits) {
+void Decoder::project_logits(const float* rows, int64_t n, const ForwardOutputs& outputs) {
   const int64_t values = n * config_.vocab_size;
-  float* there = compute_->device().kind == DeviceKind::kCpu ? logits : scratch_->logits.room(values);
+  float* there = compute_->device().kind == DeviceKind::kCpu ? outputs.logits : scratch_->logits.room(values);
   compute_->linear(rows, n, lm_head_, there);
-  compute_->fetch(there, static_cast<size_t>(values) * sizeof(float), logits);
+  deliver(there, n, outputs.logits, outputs.tokens);
+}
+
+void Decoder::deliver(const float* logits, int64_t n, float* to, int32_t* tokens) {
+  const int64_t vocab = config_.vocab_size;
+  if (tokens != nullptr) {
+    auto* picked = scratch_->tokens.room<int32_t>(n);
+    few_->argmax(logits, n, vocab, picked);
+    compute_->fetch(picked, static_cast<size_t>(n) * sizeof(int32_t), tokens);
+  }
+  if (to != nullptr) compute_->fetch(logits, static_cast<size_t>(n * vocab) * sizeof(float), to);
+}
+
+void Decoder::check_outputs(const char* function, const ForwardOutputs& outputs) const {
+  if (outputs.tokens != nullptr && !picks_tokens())
+    fail(ErrorCode::kUnsupported, function, "tokens are asked for; accepted: logits (a decoder on {} does not pick)",
+         compute_->name());
+  if (!outputs.logit_rows.empty() && outputs.logits == nullptr && outputs.tokens == nullptr)
+    fail_argument(function, "{} logit rows and neither logits nor tokens", outputs.logit_rows.size());
 }
 
 /// lm_head over the wanted rows of `normed`.
@@ -483,12 +554,13 @@ void Decoder::logits_of(const float* normed, const ForwardOutputs& outputs) {
   if (wanted == 0) return;
   float* rows = scratch_->logit_rows.room(wanted * dim);
   compute_->gather_rows(normed, outputs.logit_rows, dim, rows);
-  project_logits(rows, wanted, outputs.logits);
+  project_logits(rows, wanted, outputs);
 }
 
 /// x += attention(norm(x)); x += mlp(norm(x)).
 void Decoder::run_layer(int32_t index, const Layer& layer, int64_t rows, const Choice& choice,
                         const ForwardOutputs& outputs) {
+  if (runs_few(rows)) return run_layer_few(index, layer, rows, choice, outputs);
   const int64_t dim = config_.hidden_size;
   const auto eps = static_cast<float>(config_.rms_norm_eps);
   float* x = scratch_->x.data();
@@ -508,6 +580,7 @@ void Decoder::draft(std::span<const int32_t> next_ids, const ForwardOutputs& out
   if (!options_.draft) fail_argument(kFunction, "the decoder was made without `draft`");
   if (hidden_rows_ == 0) fail_argument(kFunction, "there is no step to draft from; accepted: forward with rows first");
   check_ids(kFunction, next_ids, hidden_rows_, outputs.logit_rows);
+  check_outputs(kFunction, outputs);
   draft_rows_ = hidden_rows_;
   hidden_rows_ = 0;  // a second pass would write what the first one wrote
   Choice choice;
@@ -530,6 +603,7 @@ void Decoder::draft_next(const DraftAdvance& advance, std::span<const int32_t> r
   const int64_t n = plan.num_rows(), dim = config_.hidden_size;
   if (static_cast<int64_t>(rows.size()) != n) fail_argument(kFunction, "{} rows for {} requests", rows.size(), n);
   check_ids(kFunction, ids, n, outputs.logit_rows);
+  check_outputs(kFunction, outputs);
   reserve_positions();
   float* hidden = scratch_->gathered.room(n * dim);
   compute_->gather_rows(scratch_->draft_hidden.data(), std::vector<int64_t>(rows.begin(), rows.end()), dim, hidden);
@@ -869,15 +943,204 @@ void Decoder::mlp(const Layer& layer, int64_t rows) {
   if (!layer.config.moe) return compute_->run_mlp(layer.mlp, s.normed.data(), rows, s.branch.data());
   if (c.n_shared_experts > 0) compute_->run_mlp(layer.mlp, s.normed.data(), rows, s.branch.data());
   else compute_->clear(s.branch.data(), rows * dim);
-  const RouterParams params{.num_experts = static_cast<int32_t>(c.n_routed_experts),
-                            .experts_per_token = static_cast<int32_t>(c.num_experts_per_tok),
-                            .num_groups = static_cast<int32_t>(c.n_group),
-                            .groups_kept = static_cast<int32_t>(c.topk_group),
-                            .normalise = c.norm_topk_prob,
-                            .scaling_factor = static_cast<float>(c.routed_scaling_factor)};
+  const RouterParams params = router_params(c);
   compute_->linear(s.normed.data(), rows, layer.router, s.router_logits.room(rows * params.num_experts));
   compute_->run_experts(layer.experts, params, s.router_logits.data(), layer.router_bias, s.normed.data(), rows,
                         s.branch.data());
+}
+
+// ---- few rows -----------------------------------------------------------------------------------------------------
+
+bool Decoder::runs_few(int64_t rows) const {
+  return few_ != nullptr && rows <= FewRows::kMostRows &&
+         (config_.is_dsa() || backend_->step().rows(StepRows::kPrefill).size() == 0);
+}
+
+float* Decoder::logits_few(const float* x, int64_t n, const float* norm) {
+  const int64_t dim = config_.hidden_size, vocab = config_.vocab_size;
+  float* logits = scratch_->logits.room(n * vocab);
+  FewRowsProducts p;
+  p.in = {.x = x, .stride = dim, .rows = n, .norm = norm, .eps = static_cast<float>(config_.rms_norm_eps)};
+  p.products[0] = {.w = lm_head_.data, .n = vocab, .k = dim, .y = logits, .y_stride = vocab};
+  p.count = 1;
+  few_->run(p);
+  return logits;
+}
+
+/// run_layer in 13 launches (docs/kernels/decoder_cuda.md): the norms, rotations, roundings and sums of run_layer are
+/// in the products before or behind them.
+void Decoder::run_layer_few(int32_t index, const Layer& layer, int64_t rows, const Choice& choice,
+                            const ForwardOutputs& outputs) {
+  const ModelConfig& c = config_;
+  Scratch& s = *scratch_;
+  const int64_t dim = c.hidden_size, heads = c.num_attention_heads, nope = c.qk_nope_head_dim, v_dim = c.v_head_dim;
+  const int64_t latent_dim = c.kv_lora_rank, rope_dim = c.qk_rope_head_dim, row_dim = latent_dim + rope_dim;
+  const int64_t index_heads = c.index_n_heads, index_dim = c.index_head_dim;
+  const bool indexer = layer.config.indexer, selects = indexer && !choice.reused;
+  const auto eps = static_cast<float>(c.rms_norm_eps);
+  const auto latent_eps = static_cast<float>(ModelConfig::kLatentNormEps);
+  float* x = s.x.data();
+  const FewRowsInput hidden{.x = x, .stride = dim, .rows = rows, .norm = layer.input_norm, .eps = eps};
+  const FewRowsRope rope{.positions = backend_->step_tensors().positions.ptr<const int32_t>(),
+                         .table = rope_values_,
+                         .num_positions = rope_positions_,
+                         .rope_dim = static_cast<int32_t>(rope_dim)};
+
+  // What reads the hidden state.
+  FewRowsProducts first;
+  first.in = hidden;
+  const auto from_hidden = [&](const WeightView& w, Array& y, float factor) {
+    first.products[first.count++] = {
+        .w = w.data, .n = w.rows, .k = w.cols, .y = y.room(rows * w.rows), .y_stride = w.rows, .factor = factor};
+  };
+  if (c.q_lora_rank > 0) from_hidden(layer.q_a, s.q_latent, 1.0f);
+  from_hidden(layer.kv_a, s.kv, 1.0f);
+  if (indexer) from_hidden(layer.index_k, s.index_k, 1.0f);
+  if (selects)
+    from_hidden(layer.index_weights, s.index_weights,
+                static_cast<float>(c.index_scale() / std::sqrt(static_cast<double>(index_heads))));
+  few_->run(first);
+
+  // Queries, rotated as they leave, and beside them the rows of the caches.
+  FewRowsProducts second;
+  second.in = c.q_lora_rank > 0 ? FewRowsInput{.x = s.q_latent.data(),
+                                               .stride = c.q_lora_rank,
+                                               .rows = rows,
+                                               .norm = layer.q_norm,
+                                               .eps = latent_eps}
+                                : hidden;
+  auto* q_nope = s.nope16.room<Bf16>(rows * heads * nope);
+  auto* q = s.q16.room<Bf16>(rows * heads * row_dim);
+  second.products[second.count++] = {.w = layer.q_b.data,
+                                     .n = layer.q_b.rows,
+                                     .k = layer.q_b.cols,
+                                     .y = q_nope,
+                                     .y_stride = heads * nope,
+                                     .y_bf16 = true,
+                                     .head_dim = static_cast<int32_t>(nope + rope_dim),
+                                     .rope_first = static_cast<int32_t>(nope),
+                                     .rope_dim = static_cast<int32_t>(rope_dim),
+                                     .y_head = nope,
+                                     .y_rope = q + latent_dim,
+                                     .rope_stride = heads * row_dim,
+                                     .rope_head = row_dim};
+  auto* index_q = selects ? s.index_q16.room<Bf16>(rows * index_heads * index_dim) : nullptr;
+  if (selects)
+    second.products[second.count++] = {.w = layer.index_q.data,
+                                       .n = layer.index_q.rows,
+                                       .k = layer.index_q.cols,
+                                       .y = index_q,
+                                       .y_stride = index_heads * index_dim,
+                                       .y_bf16 = true,
+                                       .head_dim = static_cast<int32_t>(index_dim),
+                                       .rope_dim = static_cast<int32_t>(rope_dim),
+                                       .pairing = c.index_rope_pairing,
+                                       .y_head = index_dim,
+                                       .y_rope = index_q,
+                                       .rope_stride = index_heads * index_dim,
+                                       .rope_head = index_dim};
+  second.rope = rope;
+  second.kv = {.kv = s.kv.data(),
+               .norm = layer.kv_norm,
+               .latent = s.latent.room(rows * latent_dim),
+               .rope = s.rope.room(rows * rope_dim),
+               .latent_dim = static_cast<int32_t>(latent_dim),
+               .eps = latent_eps};
+  if (indexer) {
+    second.kv.index_k = s.index_k.data();
+    second.kv.index_norm = layer.index_norm_weight;
+    second.kv.index_bias = layer.index_norm_bias;
+    second.kv.index_out = s.index_k_out.room(rows * index_dim);
+    second.kv.index_dim = static_cast<int32_t>(index_dim);
+    second.kv.index_pairing = c.index_rope_pairing;
+  }
+  few_->run(second);
+
+  // Attention.
+  KvRows kv{.latent = view_of(s.latent.data(), {rows, latent_dim}),
+            .rope = view_of(s.rope.data(), {rows, rope_dim}),
+            .index_k = {}};
+  const auto bf16_view = [&](void* data, std::initializer_list<int64_t> shape) {
+    return view(data, DType::kBf16, shape, compute_->device());
+  };
+  StepWrite write = kv;
+  if (indexer) {
+    kv.index_k = view_of(s.index_k_out.data(), {rows, index_dim});
+    write = AlreadyWritten{};
+  }
+  if (selects) {
+    const TensorView weights = view_of(s.index_weights.data(), {rows, index_heads});
+    backend_->select({.layer = index,
+                      .rows = StepRows::kAll,
+                      .q = bf16_view(index_q, {rows, index_heads, index_dim}),
+                      .weights = weights,
+                      .write = kv,
+                      .out = choice.selection});
+    if (outputs.on_selection) {
+      float* wide = s.index_q.room(rows * index_heads * index_dim);
+      compute_->from_bf16(index_q, rows * index_heads * index_dim, wide);
+      report_selection({.layer = index,
+                        .q = view_of(wide, {rows, index_heads, index_dim}),
+                        .weights = weights,
+                        .chosen = choice.selection,
+                        .step = backend_->step(),
+                        .cache = index_pool_->layer(index)},
+                       outputs);
+    }
+  } else if (indexer || !c.is_dsa()) {
+    backend_->write(index, StepRows::kAll, kv);
+    write = AlreadyWritten{};
+  }
+  FewRowsProducts absorb;
+  absorb.in = {.x = q_nope, .bf16 = true, .stride = heads * nope, .rows = rows};
+  absorb.products[absorb.count++] = {.w = layer.absorb,
+                                     .n = latent_dim,
+                                     .k = nope,
+                                     .repeats = heads,
+                                     .w_step = nope * latent_dim,
+                                     .x_step = nope,
+                                     .y_step = row_dim,
+                                     .y = q,
+                                     .y_stride = heads * row_dim,
+                                     .y_bf16 = true};
+  few_->run(absorb);
+  auto* attended = s.attended16.room<Bf16>(rows * heads * latent_dim);
+  AttendCall call{.layer = index,
+                  .rows = StepRows::kAll,
+                  .q = bf16_view(q, {rows, heads, row_dim}),
+                  .write = write,
+                  .selection = AttendAll{},
+                  .out = bf16_view(attended, {rows, heads, latent_dim}),
+                  .lse = {}};
+  if (c.is_dsa()) call.selection = choice.selection;
+  backend_->attend(call);
+  FewRowsProducts values;
+  auto* values_out = s.heads16.room<Bf16>(rows * heads * v_dim);
+  values.in = {.x = attended, .bf16 = true, .stride = heads * latent_dim, .rows = rows};
+  values.products[values.count++] = {.w = static_cast<const Bf16*>(layer.kv_b.data) + nope * latent_dim,
+                                     .n = v_dim,
+                                     .k = latent_dim,
+                                     .repeats = heads,
+                                     .w_step = (nope + v_dim) * latent_dim,
+                                     .x_step = latent_dim,
+                                     .y_step = v_dim,
+                                     .y = values_out,
+                                     .y_stride = heads * v_dim,
+                                     .y_bf16 = true};
+  few_->run(values);
+  FewRowsProducts out;
+  out.in = {.x = values_out, .bf16 = true, .stride = heads * v_dim, .rows = rows};
+  out.products[out.count++] = {.w = layer.o.data, .n = dim, .k = heads * v_dim, .y = x, .y_stride = dim, .add = true};
+  few_->run(out);
+
+  FewRowsMlp mlp{.x = x, .rows = rows, .norm = layer.post_norm, .eps = eps, .shared = layer.mlp};
+  if (layer.config.moe) {
+    mlp.experts = layer.experts;
+    mlp.router = router_params(c);
+    mlp.router_weight = static_cast<const float*>(layer.router.data);
+    mlp.router_bias = layer.router_bias;
+  }
+  few_->run(mlp);
 }
 
 }  // namespace v0

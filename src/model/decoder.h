@@ -31,6 +31,7 @@
 #include "gannet/kv_pool.h"
 #include "model/checkpoint.h"
 #include "model/compute.h"
+#include "model/few_rows.h"
 #include "model/linear.h"
 #include "model/moe.h"
 #include "model/rope_table.h"
@@ -101,7 +102,10 @@ struct SelectionEvent {
 
 struct ForwardOutputs {
   std::span<const int64_t> logit_rows = {};  ///< rows of the step whose logits are wanted
-  float* logits = nullptr;                   ///< [logit_rows, vocab], in host memory
+  float* logits = nullptr;                   ///< [logit_rows, vocab], in host memory; null: only `tokens`
+  /// [logit_rows], in host memory, or null: the likeliest token of each row, the smaller id among equals, -1 where
+  /// every logit is NaN. For decoders that pick tokens: four bytes a row come to the host rather than the logits.
+  int32_t* tokens = nullptr;
   std::function<void(const SelectionEvent&)> on_selection = {};
 };
 
@@ -135,6 +139,8 @@ class Decoder {
   AttentionBackend& backend() noexcept { return *backend_; }
   /// What everything but attention is computed by.
   const Compute& compute() const noexcept { return *compute_; }
+  /// Whether ForwardOutputs::tokens can be asked for.
+  bool picks_tokens() const noexcept { return few_ != nullptr; }
   /// The caches, for whoever moves or inspects pages.
   LatentCacheView latent_cache(int32_t layer) const { return latent_pool_->layer(layer); }
   IndexCacheView index_cache(int32_t layer) const { return index_pool_->layer(layer); }  ///< layers with an indexer
@@ -160,7 +166,7 @@ class Decoder {
   void run_layer(int32_t index, const Layer& layer, int64_t rows, const Choice& choice, const ForwardOutputs& outputs);
   void run_mtp(std::span<const int32_t> ids, const float* hidden, const Choice& choice, const ForwardOutputs& outputs);
   void logits_of(const float* normed, const ForwardOutputs& outputs);
-  void project_logits(const float* rows, int64_t n, float* logits);
+  void project_logits(const float* rows, int64_t n, const ForwardOutputs& outputs);
   void attention(int32_t index, const Layer& layer, int64_t rows, const Choice& choice, const ForwardOutputs& outputs);
   void sparse_attention(int32_t index, const Layer& layer, int64_t rows, const KvRows& kv, const Choice& choice,
                         const ForwardOutputs& outputs);
@@ -169,6 +175,15 @@ class Decoder {
   void unabsorb(const Layer& layer, Range rows);
   void expand(const Layer& layer, const float* latent, int64_t rows, float* k_nope, float* v);
   void mlp(const Layer& layer, int64_t rows);
+  /// Whether a step of that many rows runs through few_: launches fused, bf16, decode or sparse rows only.
+  bool runs_few(int64_t rows) const;
+  void run_layer_few(int32_t index, const Layer& layer, int64_t rows, const Choice& choice,
+                     const ForwardOutputs& outputs);
+  /// Logits of n packed rows of the residual stream into scratch of the device, behind the norm.
+  float* logits_few(const float* x, int64_t n, const float* norm);
+  void check_outputs(const char* function, const ForwardOutputs& outputs) const;
+  /// From logits on the device to what the caller asked for.
+  void deliver(const float* logits, int64_t n, float* to, int32_t* tokens);
   void rotate(float* x, int64_t rows, int64_t heads, int64_t width, int64_t row_stride, int32_t offset,
               RopePairing pairing);
   /// A view of fp32 values in the form that attention reads: as they are, or rounded into `storage`.
@@ -187,6 +202,7 @@ class Decoder {
   ModelConfig config_;
   DecoderOptions options_;
   std::unique_ptr<Compute> compute_;
+  FewRows* few_ = nullptr;  // of compute_, where the model's widths and the options let it
   RopeTable rope_;
   const float* rope_values_ = nullptr;  // on the device, for rope_positions_
   int64_t rope_positions_ = 0;

@@ -24,7 +24,7 @@ INSTANTIATE_TEST_SUITE_P(Checkpoints, CudaModel, testing::ValuesIn(checkpoint_na
   return name;
 });
 
-void compare_all(const std::string& name, const DecoderOptions& given) {
+void compare_all(const std::string& name, const DecoderOptions& given, int64_t chunk = 512) {
   const Context context;
   Checkpoint checkpoint = Checkpoint::open(checkpoint_dir(name));
   const std::vector<GoldenPrompt> prompts = load_golden(checkpoint.directory(), checkpoint.config());
@@ -41,7 +41,7 @@ void compare_all(const std::string& name, const DecoderOptions& given) {
     options.draft = draft;
     Decoder decoder(context, checkpoint, options);
     for (const GoldenPrompt& prompt : prompts) {
-      const GoldenResult r = compare_golden(decoder, context, {.chunk = 512, .max_requests = 1}, prompt, criteria);
+      const GoldenResult r = compare_golden(decoder, context, {.chunk = chunk, .max_requests = 1}, prompt, criteria);
       for (const GoldenCheck& c : r.checks) {
         std::printf("[ %s%s ] %s: %s: %s\n", name.c_str(), draft ? ", MTP" : "", r.prompt.c_str(), c.what.c_str(),
                     c.figures.c_str());
@@ -71,21 +71,53 @@ TEST_P(CudaModel, RotatedIndexKeysStayClose) {
               {.index_hadamard = true, .query = QueryPrecision::kBf16, .precision = ComputePrecision::kBf16});
 }
 
+// The same in steps of few rows, which run through fused launches, prompts included where attention is sparse.
+TEST_P(CudaModel, NarrowStepsOfFewRowsStayClose) {
+  for (const int64_t chunk : {5, 64, 100})
+    compare_all(GetParam(), {.query = QueryPrecision::kBf16, .precision = ComputePrecision::kBf16}, chunk);
+}
+
+// Tokens picked on the device are those that the logits' largest gives on the host.
+TEST_P(CudaModel, PickedTokensAreTheLikeliest) {
+  const GoldenPrompt prompt = golden_prompt(GetParam(), "short");
+  const Context context;
+  Checkpoint checkpoint = Checkpoint::open(checkpoint_dir(GetParam()));
+  Decoder decoder(
+      context, checkpoint,
+      {.num_pages = 9, .query = QueryPrecision::kBf16, .device = kDevice, .precision = ComputePrecision::kBf16});
+  ASSERT_TRUE(decoder.picks_tokens());
+  const auto tokens = [&](const EngineHooks& hooks) {
+    Engine engine(decoder, {.chunk = 64, .max_requests = 3}, hooks);
+    for (const int64_t n : {4, 20, 11}) engine.add({.prompt = prompt.ids, .max_new_tokens = n});
+    engine.run();
+    std::vector<std::vector<int32_t>> all;
+    for (int64_t id = 0; id < 3; ++id) all.push_back(engine.request(id).tokens);
+    return all;
+  };
+  int64_t seen = 0;
+  EXPECT_EQ(tokens({}), tokens({.on_logits = [&](int64_t, int64_t, std::span<const float>) { ++seen; }}));
+  EXPECT_EQ(seen, 35);
+}
+
 // A recorded step is the step: growing and shrinking batches, requests that come and go.
 TEST_P(CudaModel, RecordedStepsAreTheStepsThemselves) {
   const GoldenPrompt prompt = golden_prompt(GetParam(), "short");
   std::vector<Request> neighbours;
   for (const int64_t n : {3, 9, 27}) neighbours.push_back({.prompt = prompt.ids, .max_new_tokens = n});
-  RunSetup setup{.checkpoint = GetParam()};
-  setup.decoder = {.latent_format = LatentFormat::kF32, .index_format = IndexKFormat::kF32, .device = kDevice};
-  setup.engine = {.chunk = 64, .max_requests = 4};
-  const Request request{.prompt = prompt.ids, .max_new_tokens = 20};
-  const RunResult recorded = run(setup, request, neighbours);
-  setup.decoder.persistent_plans = false;
-  const RunResult eager = run(setup, request, neighbours);
-  EXPECT_EQ(recorded.tokens, eager.tokens);
-  ASSERT_EQ(recorded.logits.size(), eager.logits.size());
-  EXPECT_EQ(std::memcmp(recorded.logits.data(), eager.logits.data(), eager.logits.size() * sizeof(float)), 0);
+  for (const bool exact : {true, false}) {
+    RunSetup setup{.checkpoint = GetParam()};
+    if (exact) setup.decoder = {.latent_format = LatentFormat::kF32, .index_format = IndexKFormat::kF32};
+    else setup.decoder = {.query = QueryPrecision::kBf16, .precision = ComputePrecision::kBf16};
+    setup.decoder.device = kDevice;
+    setup.engine = {.chunk = 64, .max_requests = 4};
+    const Request request{.prompt = prompt.ids, .max_new_tokens = 20};
+    const RunResult recorded = run(setup, request, neighbours);
+    setup.decoder.persistent_plans = false;
+    const RunResult eager = run(setup, request, neighbours);
+    EXPECT_EQ(recorded.tokens, eager.tokens);
+    ASSERT_EQ(recorded.logits.size(), eager.logits.size());
+    EXPECT_EQ(std::memcmp(recorded.logits.data(), eager.logits.data(), eager.logits.size() * sizeof(float)), 0);
+  }
 }
 
 TEST_P(CudaModel, TheInvariantModeIsRefused) {

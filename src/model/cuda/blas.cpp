@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "core/format.h"
+#include "cuda/common/check.h"
 #include "gannet/cuda.h"
 
 namespace gannet {
@@ -77,6 +78,7 @@ struct Blas::Functions {
 };
 
 Blas::Blas(int device) : device_(device), f_(&Functions::get()), workspace_(kWorkspace, cuda_memory(device)) {
+  const DeviceGuard guard(kName, device);
   check(f_->cublasLtCreate(&handle_), "cublasLtCreate");
 }
 

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <cstring>
 #include <deque>
 
 #include "core/format.h"
@@ -38,7 +39,8 @@ class CountedMemory final : public MemoryResource {
 
 class Graph final : public Compute::Recording {
  public:
-  Graph(cudaStream_t stream, const std::function<void()>& work) : stream_(stream) {
+  Graph(int device, cudaStream_t stream, const std::function<void()>& work) : device_(device), stream_(stream) {
+    const DeviceGuard guard(kName, device);
     cudaGraph_t graph = nullptr;
     GANNET_CUDA(kName, cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
     try {
@@ -54,20 +56,45 @@ class Graph final : public Compute::Recording {
     check(status, kName, "cudaGraphInstantiate");
   }
   ~Graph() override { cudaGraphExecDestroy(exec_); }
-  void replay() override { GANNET_CUDA(kName, cudaGraphLaunch(exec_, stream_)); }
+  void replay() override {
+    const DeviceGuard guard(kName, device_);
+    GANNET_CUDA(kName, cudaGraphLaunch(exec_, stream_));
+  }
 
  private:
+  int device_;
   cudaStream_t stream_;
   cudaGraphExec_t exec_ = nullptr;
 };
 
-class CudaCompute final : public Compute {
+/// Memory of the host that copies from the device reach without the driver's own copy.
+class PinnedMemory {
+ public:
+  PinnedMemory() = default;
+  ~PinnedMemory() { cudaFreeHost(data_); }
+  PinnedMemory(const PinnedMemory&) = delete;
+  PinnedMemory& operator=(const PinnedMemory&) = delete;
+  void* room(size_t bytes) {
+    if (bytes <= bytes_) return data_;
+    cudaFreeHost(data_);
+    data_ = nullptr;
+    bytes_ = 0;
+    GANNET_CUDA(kName, cudaMallocHost(&data_, bytes));
+    bytes_ = bytes;
+    return data_;
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+class CudaCompute final : public Compute, public FewRows {
  public:
   explicit CudaCompute(const ComputeOptions& options)
       : device_(options.device),
         bf16_(options.precision == ComputePrecision::kBf16),
         memory_(options.device.index),
-        guard_(kName, options.device.index),
         blas_(options.device.index),
         packed_(memory_),
         hidden_(memory_),
@@ -78,7 +105,10 @@ class CudaCompute final : public Compute {
         expert_order_(memory_),
         expert_places_(memory_),
         ids_(memory_),
-        rows_(memory_) {
+        rows_(memory_),
+        hidden16_(memory_),
+        shared_hidden16_(memory_) {
+    const DeviceGuard guard = on_device();
     cudaStream_t s = nullptr;
     GANNET_CUDA(kName, cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
     stream_ = {s};
@@ -94,6 +124,7 @@ class CudaCompute final : public Compute {
   Stream stream() const noexcept override { return stream_; }
 
   WeightView place(const WeightView& w, bool exact) override {
+    const DeviceGuard guard = on_device();
     const bool bf16 = bf16_ && !exact;
     const int64_t n = w.rows * w.cols;
     WeightView placed{.data = nullptr, .dtype = bf16 ? DType::kBf16 : DType::kF32, .rows = w.rows, .cols = w.cols};
@@ -113,7 +144,7 @@ class CudaCompute final : public Compute {
     const Buffer raw(static_cast<size_t>(n) * size_of(w.dtype), memory_);
     upload(raw.data(), w.data, raw.size());
     if (w.dtype == DType::kBf16) {
-      launch_widen_bf16(raw.data(), n, reinterpret_cast<float*>(there.data()), stream_);
+      launch_from_bf16(raw.data(), n, reinterpret_cast<float*>(there.data()), stream_);
     } else {
       if (w.first_row != 0) fail_argument(kName, "first_row of an e4m3 weight is {}; accepted: 0", w.first_row);
       const int64_t num_scales = (w.rows + w.block_rows - 1) / w.block_rows * w.scale_cols();
@@ -121,17 +152,22 @@ class CudaCompute final : public Compute {
       upload(scales.data(), w.scales, scales.size());
       launch_widen_e4m3(raw.data(), reinterpret_cast<const float*>(scales.data()), w.rows, w.cols, w.block_rows,
                         w.block_cols, w.scale_cols(), there.data(), bf16, stream_);
-      wait();
+      launched();
+      wait();  // before `raw` and `scales` go
+      return placed;
     }
+    launched();
     wait();  // before `raw` goes
     return placed;
   }
   const float* place(std::vector<float> values) override {
+    const DeviceGuard guard = on_device();
     Buffer& there = owned_.emplace_back(values.size() * sizeof(float), memory_);
     upload(there.data(), values.data(), there.size());
     return reinterpret_cast<const float*>(there.data());
   }
   int32_t place_experts(std::vector<MlpWeights> experts) override {
+    const DeviceGuard guard = on_device();
     Experts e{.weights = std::move(experts), .pointers = Buffer(), .on_device = {}};
     const size_t n = e.weights.size();
     std::vector<const void*> pointers;
@@ -152,22 +188,28 @@ class CudaCompute final : public Compute {
   }
 
   const int32_t* upload_ids(std::span<const int32_t> ids, int64_t capacity) override {
+    const DeviceGuard guard = on_device();
     int32_t* there = ids_.room<int32_t>(std::max(capacity, static_cast<int64_t>(ids.size())));
     GANNET_CUDA(kName, cudaMemcpyAsync(there, ids.data(), ids.size_bytes(), cudaMemcpyHostToDevice, handle()));
     return there;
   }
   void fetch(const void* from, size_t bytes, void* to) override {
-    if (from == to) return;
-    GANNET_CUDA(kName, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, handle()));
+    if (from == to || bytes == 0) return;
+    const DeviceGuard guard = on_device();
+    constexpr size_t kMostStaged = size_t{4} << 20;  // beyond, the copy itself outweighs what the driver adds
+    void* there = bytes <= kMostStaged ? pinned_.room(bytes) : to;
+    GANNET_CUDA(kName, cudaMemcpyAsync(there, from, bytes, cudaMemcpyDeviceToHost, handle()));
     wait();
+    if (there != to) std::memcpy(to, there, bytes);
   }
 
   std::unique_ptr<Recording> record(const std::function<void()>& work) override {
-    return std::make_unique<Graph>(handle(), work);
+    return std::make_unique<Graph>(device_.index, handle(), work);
   }
   int64_t allocations() const noexcept override { return memory_.allocations; }
 
   void embed(const WeightView& w, const int32_t* ids, int64_t rows, float* x) override {
+    const DeviceGuard guard = on_device();
     launch_embed({w.data, w.dtype == DType::kBf16}, ids, rows, w.cols, x, stream_);
     launched();
   }
@@ -175,6 +217,7 @@ class CudaCompute final : public Compute {
   // Products of one shape whose addresses advance evenly - the heads of a layer - are one call. Products of one input
   // share its rounded copy.
   void run(std::span<const Product> products) override {
+    const DeviceGuard guard = on_device();
     packed_from_ = {};
     for (size_t i = 0; i < products.size();) {
       const Product& p = products[i];
@@ -198,45 +241,55 @@ class CudaCompute final : public Compute {
 
   void rms_norm(const float* x, int64_t x_stride, int64_t rows, int64_t dim, const float* weight, float eps, float* y,
                 int64_t y_stride) override {
+    const DeviceGuard guard = on_device();
     launch_rms_norm(x, x_stride, rows, dim, weight, eps, y, y_stride, stream_);
     launched();
   }
   void layer_norm(const float* x, int64_t rows, int64_t dim, const float* weight, const float* bias, float eps,
                   float* y) override {
+    const DeviceGuard guard = on_device();
     launch_layer_norm(x, rows, dim, weight, bias, eps, y, stream_);
     launched();
   }
   void add(float* x, const float* y, int64_t rows, int64_t dim) override {
+    const DeviceGuard guard = on_device();
     launch_add(x, y, rows * dim, stream_);
     launched();
   }
   void scale(float* x, float factor, int64_t n) override {
+    const DeviceGuard guard = on_device();
     launch_scale(x, factor, n, stream_);
     launched();
   }
   void clear(float* x, int64_t n) override {
+    const DeviceGuard guard = on_device();
     GANNET_CUDA(kName, cudaMemsetAsync(x, 0, static_cast<size_t>(n) * sizeof(float), handle()));
   }
   void copy_rows(const float* x, int64_t x_stride, int64_t rows, int64_t n, float* y, int64_t y_stride) override {
+    const DeviceGuard guard = on_device();
     launch_copy_rows(x, x_stride, rows, n, y, y_stride, stream_);
     launched();
   }
   void gather_rows(const float* x, std::span<const int64_t> rows, int64_t n, float* y) override {
+    const DeviceGuard guard = on_device();
     auto* list = rows_.room<int64_t>(static_cast<int64_t>(rows.size()));
     upload(reinterpret_cast<std::byte*>(list), rows.data(), rows.size_bytes());
     launch_gather_rows(x, list, static_cast<int64_t>(rows.size()), n, y, stream_);
     launched();
   }
   void to_bf16(const float* x, int64_t n, Bf16* y) override {
+    const DeviceGuard guard = on_device();
     launch_pack_bf16(x, 1, 0, 1, 0, n, y, stream_);
     launched();
   }
   void from_bf16(const Bf16* x, int64_t n, float* y) override {
+    const DeviceGuard guard = on_device();
     launch_from_bf16(x, n, y, stream_);
     launched();
   }
 
   void run_mlp(const MlpWeights& mlp, const float* x, int64_t rows, float* y) override {
+    const DeviceGuard guard = on_device();
     const int64_t width = mlp.gate.rows;
     float* gate = hidden_.room(2 * rows * width);
     float* up = gate + rows * width;
@@ -252,10 +305,8 @@ class CudaCompute final : public Compute {
 
   void run_experts(int32_t experts, const RouterParams& params, const float* logits, const float* bias, const float* x,
                    int64_t rows, float* y) override {
-    constexpr int32_t kMostExperts = 511;  // a thread each in kernels.cu, and one number more
-    if (params.num_experts > kMostExperts)
-      fail(ErrorCode::kUnsupported, kName, "a layer has {} experts; accepted on {}: up to {}", params.num_experts,
-           to_string(device_), kMostExperts);
+    check_experts(params);
+    const DeviceGuard guard = on_device();
     const DeviceExperts& e = experts_[static_cast<size_t>(experts)].on_device;
     const int64_t pairs = rows * params.experts_per_token;
     if (pairs == 0) return;
@@ -274,7 +325,72 @@ class CudaCompute final : public Compute {
     launched();
   }
 
+  // ---- few rows -------------------------------------------------------------------------------------------------
+  FewRows* few_rows() noexcept override { return bf16_ ? this : nullptr; }
+
+  const void* place_transposed(const void* w, int64_t rows, int64_t cols, int64_t repeats, int64_t w_step) override {
+    const DeviceGuard guard = on_device();
+    Buffer& there = owned_.emplace_back(static_cast<size_t>(rows * cols * repeats) * sizeof(Bf16), memory_);
+    launch_transpose(w, rows, cols, repeats, w_step, there.data(), stream_);
+    launched();
+    wait();
+    return there.data();
+  }
+  void run(const FewRowsProducts& products) override {
+    const DeviceGuard guard = on_device();
+    launch_products(products, stream_);
+    launched();
+  }
+  void run(const FewRowsMlp& mlp) override {
+    const DeviceGuard guard = on_device();
+    DeviceMlp m{};
+    m.x = mlp.x;
+    m.norm = mlp.norm;
+    m.eps = mlp.eps;
+    m.rows = mlp.rows;
+    if (mlp.shared.gate.data != nullptr) {
+      m.gate = mlp.shared.gate.data;
+      m.up = mlp.shared.up.data;
+      m.down = mlp.shared.down.data;
+      m.shared_width = mlp.shared.gate.rows;
+      m.dim = mlp.shared.gate.cols;
+      m.shared_hidden = shared_hidden16_.room<uint16_t>(m.rows * m.shared_width);
+    }
+    if (mlp.experts >= 0) {
+      check_experts(mlp.router);
+      const DeviceExperts& e = experts_[static_cast<size_t>(mlp.experts)].on_device;
+      m.expert_gate = e.gate;
+      m.expert_up = e.up;
+      m.expert_down = e.down;
+      m.width = e.width;
+      m.dim = e.dim;
+      m.num_experts = mlp.router.num_experts;
+      m.per_row = mlp.router.experts_per_token;
+      const int64_t pairs = m.rows * m.per_row;
+      auto* ids = expert_ids_.room<int32_t>(pairs);
+      float* weights = expert_weights_.room(pairs);
+      m.ids = ids;
+      m.weights = weights;
+      m.hidden = hidden16_.room<uint16_t>(pairs * m.width);
+      launch_norm_route(mlp.router, m.x, m.dim, m.norm, m.eps, mlp.router_weight, mlp.router_bias, m.rows, ids, weights,
+                        stream_);
+    }
+    launch_mlp(m, stream_);
+    launched();
+  }
+  void argmax(const float* logits, int64_t rows, int64_t vocab, int32_t* ids) override {
+    const DeviceGuard guard = on_device();
+    launch_argmax(logits, rows, vocab, ids, stream_);
+    launched();
+  }
+
  private:
+  void check_experts(const RouterParams& params) const {
+    constexpr int32_t kMostExperts = 511;  // a thread each in kernels.cu, and one number more
+    if (params.num_experts > kMostExperts)
+      fail(ErrorCode::kUnsupported, kName, "a layer has {} experts; accepted on {}: up to {}", params.num_experts,
+           to_string(device_), kMostExperts);
+  }
   /// What packed_ holds a rounded copy of.
   struct PackedFrom {
     const float* x = nullptr;
@@ -287,6 +403,8 @@ class CudaCompute final : public Compute {
     DeviceExperts on_device;
   };
 
+  /// Held by every call that reaches the device: the current device is the caller's again afterwards.
+  DeviceGuard on_device() const { return {kName, device_.index}; }
   cudaStream_t handle() const { return static_cast<cudaStream_t>(stream_.handle); }
   void wait() const { GANNET_CUDA(kName, cudaStreamSynchronize(handle())); }
   static void launched() { GANNET_CUDA(kName, cudaGetLastError()); }
@@ -335,14 +453,14 @@ class CudaCompute final : public Compute {
   Device device_;
   bool bf16_;
   mutable CountedMemory memory_;
-  DeviceGuard guard_;  // of the thread that computes, as long as this lives
   Blas blas_;
   Stream stream_;
   std::deque<Buffer> owned_;
   std::vector<Experts> experts_;
   PackedFrom packed_from_;  // within one run()
   Array packed_, hidden_, expert_out_, expert_ids_, expert_weights_, expert_first_, expert_order_, expert_places_, ids_,
-      rows_;
+      rows_, hidden16_, shared_hidden16_;
+  PinnedMemory pinned_;
 };
 
 }  // namespace

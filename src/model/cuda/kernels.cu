@@ -100,18 +100,15 @@ __device__ void block_best(float& value, int& index) {
     if (better(values[w], indices[w], value, index)) value = values[w], index = indices[w];
 }
 
-/// One block a row. Scores, choices and groups are those of route_experts, in its order of operations.
-__global__ void __launch_bounds__(kThreads)
-    route_kernel(RouterParams p, const float* logits, const float* bias, int32_t* ids, float* weights) {
-  wait_for_stream();
-  let_next_start();
+/// One block a row, whose logits, ids and weights these are. Scores, choices and groups are those of route_experts, in
+/// its order of operations.
+__device__ void route_row(const RouterParams& p, const float* logits, const float* bias, int32_t* ids, float* weights) {
   __shared__ float scores[kMaxExperts], choices[kMaxExperts], groups[kMaxExperts];
   __shared__ bool kept[kMaxExperts];
-  const int64_t row = blockIdx.x;
   const int group_size = p.num_experts / p.num_groups;
   constexpr float kNever = -INFINITY;
   for (int e = threadIdx.x; e < p.num_experts; e += kThreads) {
-    scores[e] = 1.0f / (1.0f + expf(-logits[row * p.num_experts + e]));
+    scores[e] = 1.0f / (1.0f + expf(-logits[e]));
     choices[e] = scores[e] + bias[e];
   }
   __syncthreads();
@@ -154,17 +151,57 @@ __global__ void __launch_bounds__(kThreads)
     index = min(index, p.num_experts - 1);  // nothing compares with NaN: some expert, but one that there is
     if (threadIdx.x == 0) {
       taken[index] = true;
-      ids[row * p.experts_per_token + j] = index;
+      ids[j] = index;
       sum += scores[index];
     }
     __syncthreads();
   }
   if (threadIdx.x != 0) return;
   for (int j = 0; j < p.experts_per_token; ++j) {
-    float w = scores[ids[row * p.experts_per_token + j]];
+    float w = scores[ids[j]];
     if (p.normalise) w /= sum + 1e-20f;
-    weights[row * p.experts_per_token + j] = w * p.scaling_factor;
+    weights[j] = w * p.scaling_factor;
   }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    route_kernel(RouterParams p, const float* logits, const float* bias, int32_t* ids, float* weights) {
+  wait_for_stream();
+  let_next_start();
+  const int64_t row = blockIdx.x, pairs = row * p.experts_per_token;
+  route_row(p, logits + row * p.num_experts, bias, ids + pairs, weights + pairs);
+}
+
+struct NormRouteParams {
+  RouterParams router;
+  const float* x;
+  int64_t dim;
+  const float* norm;
+  float eps;
+  const float *weight, *bias;
+  int32_t* ids;
+  float* weights;
+};
+
+/// A block a row; a warp an expert's logit, in fp32 like all that decides a routing.
+__global__ void __launch_bounds__(kThreads) norm_route_kernel(const __grid_constant__ NormRouteParams a) {
+  wait_for_stream();
+  let_next_start();
+  __shared__ float logits[kMaxExperts];
+  const int64_t row = blockIdx.x, pairs = row * a.router.experts_per_token;
+  const float* x = a.x + row * a.dim;
+  float squares = 0.0f;
+  for (int64_t i = threadIdx.x; i < a.dim; i += kThreads) squares += x[i] * x[i];
+  const float scale = 1.0f / sqrtf(block_sum(squares) / static_cast<float>(a.dim) + a.eps);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (int e = static_cast<int>(threadIdx.x) / 32; e < a.router.num_experts; e += kThreads / 32) {
+    float sum = 0.0f;
+    for (int64_t i = lane; i < a.dim; i += 32) sum += x[i] * scale * a.norm[i] * a.weight[e * a.dim + i];
+    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFull, sum, offset);
+    if (lane == 0) logits[e] = sum;
+  }
+  __syncthreads();
+  route_row(a.router, logits, a.bias, a.ids + pairs, a.weights + pairs);
 }
 
 /// One block: a thread an expert walks the pairs in order. A prefill of 8,192 rows has 65,536 pairs, read from the L1
@@ -330,10 +367,6 @@ void launch_widen_e4m3(const void* values, const float* scales, int64_t rows, in
   });
 }
 
-void launch_widen_bf16(const void* values, int64_t n, float* out, Stream stream) {
-  launch_from_bf16(values, n, out, stream);
-}
-
 void launch_embed(DeviceWeight w, const int32_t* ids, int64_t rows, int64_t dim, float* x, Stream stream) {
   each(rows * dim, stream, [=] __device__(int64_t i) {
     const int64_t at = int64_t{ids[i / dim]} * dim + i % dim;
@@ -383,6 +416,15 @@ void launch_pack_bf16(const float* x, int64_t batches, int64_t batch_stride, int
     out[i] = __float2bfloat16_rn(x[row / rows * batch_stride + row % rows * row_stride + i % k]);
   });
 }
+void launch_transpose(const void* w, int64_t rows, int64_t cols, int64_t repeats, int64_t w_step, void* out,
+                      Stream stream) {
+  const auto* in = static_cast<const __nv_bfloat16*>(w);
+  auto* y = static_cast<__nv_bfloat16*>(out);
+  each(repeats * rows * cols, stream, [=] __device__(int64_t i) {
+    const int64_t k = i % rows, c = i / rows % cols, r = i / rows / cols;
+    y[i] = in[r * w_step + k * cols + c];
+  });
+}
 void launch_from_bf16(const void* x, int64_t n, float* y, Stream stream) {
   const auto* in = static_cast<const __nv_bfloat16*>(x);
   each(n, stream, [=] __device__(int64_t i) { y[i] = __bfloat162float(in[i]); });
@@ -393,6 +435,14 @@ void launch_route(const RouterParams& params, const float* logits, const float* 
   if (rows > 0)
     launch_kernel(kName, route_kernel, {.blocks = rows, .threads = kThreads}, stream, params, logits, bias, ids,
                   weights);
+}
+
+void launch_norm_route(const RouterParams& params, const float* x, int64_t dim, const float* norm, float eps,
+                       const float* router, const float* bias, int64_t rows, int32_t* ids, float* weights,
+                       Stream stream) {
+  if (rows > 0)
+    launch_kernel(kName, norm_route_kernel, {.blocks = rows, .threads = kThreads}, stream,
+                  NormRouteParams{params, x, dim, norm, eps, router, bias, ids, weights});
 }
 
 void launch_sort_pairs(const int32_t* ids, int64_t pairs, int32_t num_experts, int32_t* first, int32_t* order,
