@@ -501,14 +501,13 @@ bool Decoder::replay_decode(int64_t rows, const int32_t* ids, const ForwardOutpu
   }
   const float* logits = scratch_->logits.data();
   const auto row_bytes = static_cast<size_t>(vocab) * sizeof(float);
-  if (outputs.tokens != nullptr && runs_few(rows)) {
+  if (outputs.tokens != nullptr) {
+    auto* there = scratch_->tokens.room<int32_t>(rows);
+    if (!runs_few(rows)) few_->argmax(logits, rows, vocab, there);  // else the recording has done it
     std::vector<int32_t> picked(static_cast<size_t>(rows));
-    compute_->fetch(scratch_->tokens.data<int32_t>(), picked.size() * sizeof(int32_t), picked.data());
+    compute_->fetch(there, picked.size() * sizeof(int32_t), picked.data());
     for (size_t i = 0; i < outputs.logit_rows.size(); ++i)
       outputs.tokens[i] = picked[static_cast<size_t>(outputs.logit_rows[i])];
-  } else if (outputs.tokens != nullptr) {
-    for (size_t i = 0; i < outputs.logit_rows.size(); ++i)
-      deliver(logits + outputs.logit_rows[i] * vocab, 1, nullptr, outputs.tokens + i);
   }
   if (outputs.logits == nullptr) return true;
   if (static_cast<int64_t>(outputs.logit_rows.size()) == rows) {
