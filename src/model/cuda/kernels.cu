@@ -2,16 +2,17 @@
 // thread a value, and no attempt at fusion.
 //
 // The experts: a grouped product over pairs (row, choice) sorted by expert. A block owns kRows places of one expert and
-// kCols outputs; which expert is found from `first`, on the device, so that a decode step needs no word from the host
-// and can be captured. Sums are fp32 multiply-adds over fp32 activations: exact enough for any check, and for prefill
-// far below what tensor cores give (at most 67 TFLOP/s on an H100). Decode reads each picked expert once: memory-bound
-// where a block has as few rows as here (8 rows * 2 flops per 2 bytes of bf16 = 8 flops a byte, against the chip's 14).
+// kCols outputs; which expert is found from `first`, on the device, so that a step needs no word from the host and can
+// be captured. fp32 weights: multiply-adds over fp32 activations, exact enough for any check. bf16 weights: tensor
+// cores over activations rounded to bf16; the scalar loops took 109 us for the first half of 64 rows.
+// Steps of few rows have kernels of their own: few_rows.cuh.
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
 #include <cfloat>
 
 #include "cuda/common/launch.cuh"
+#include "cuda/common/mma.cuh"
 #include "model/cuda/kernels.h"
 
 namespace gannet {
@@ -204,33 +205,39 @@ __global__ void __launch_bounds__(kThreads) norm_route_kernel(const __grid_const
   route_row(a.router, logits, a.bias, a.ids + pairs, a.weights + pairs);
 }
 
-/// One block: a thread an expert walks the pairs in order. A prefill of 8,192 rows has 65,536 pairs, read from the L1
-/// by all threads at once.
-__global__ void __launch_bounds__(kMaxExperts) sort_pairs_kernel(const int32_t* ids, int64_t pairs, int32_t num_experts,
-                                                                 int32_t* first, int32_t* order, int32_t* place_of) {
+/// A block an expert: it counts the pairs of the experts before its own, then lists its own in their order.
+__global__ void __launch_bounds__(kThreads)
+    sort_pairs_kernel(const int32_t* ids, int64_t pairs, int32_t* first, int32_t* order, int32_t* place_of) {
   wait_for_stream();
   let_next_start();
-  __shared__ int32_t starts[kMaxExperts + 1];
-  const int e = static_cast<int>(threadIdx.x);
-  int32_t count = 0;
-  if (e < num_experts)
-    for (int64_t p = 0; p < pairs; ++p) count += ids[p] == e ? 1 : 0;
-  if (e < num_experts) starts[e + 1] = count;
+  __shared__ int counts[kThreads / 32];
+  const int expert = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x) / 32;
+  const unsigned below = (1u << (threadIdx.x % 32)) - 1;
+  int before = 0;
+  for (int64_t p = threadIdx.x; p < pairs; p += kThreads) before += ids[p] < expert ? 1 : 0;
+  for (int offset = 16; offset > 0; offset /= 2) before += __shfl_xor_sync(kFull, before, offset);
+  if (threadIdx.x % 32 == 0) counts[warp] = before;
   __syncthreads();
-  if (e == 0) {
-    starts[0] = 0;
-    for (int i = 0; i < num_experts; ++i) starts[i + 1] += starts[i];
+  int place = 0;
+  for (int w = 0; w < kThreads / 32; ++w) place += counts[w];
+  if (threadIdx.x == 0) first[expert] = place;
+  for (int64_t base = 0; base < pairs; base += kThreads) {
+    const int64_t p = base + threadIdx.x;
+    const bool mine = p < pairs && ids[p] == expert;
+    const unsigned found = __ballot_sync(kFull, mine);
+    __syncthreads();  // everybody has read the counts before
+    if (threadIdx.x % 32 == 0) counts[warp] = __popc(found);
+    __syncthreads();
+    int here = place + __popc(found & below);
+    for (int w = 0; w < kThreads / 32; ++w) {
+      here += w < warp ? counts[w] : 0;
+      place += counts[w];
+    }
+    if (!mine) continue;
+    order[here] = static_cast<int32_t>(p);
+    place_of[p] = here;
   }
-  __syncthreads();
-  if (e <= num_experts) first[e] = starts[e];
-  if (e == 0) first[num_experts] = starts[num_experts];
-  if (e >= num_experts) return;
-  int32_t place = starts[e];
-  for (int64_t p = 0; p < pairs; ++p) {
-    if (ids[p] != e) continue;
-    order[place] = static_cast<int32_t>(p);
-    place_of[p] = place++;
-  }
+  if (threadIdx.x == 0 && blockIdx.x + 1 == gridDim.x) first[expert + 1] = place;
 }
 
 // ---- grouped products ---------------------------------------------------------------------------------------------
@@ -293,6 +300,139 @@ __device__ void tile_product(const W* w, int64_t cols, int64_t depth, int64_t fi
   }
 }
 
+/// The same products for bf16 weights by tensor cores, x rounded to bf16; kRows is 16 or 64, kWeights matrices of one
+/// shape at a time. A warp has the 16 rows 16 (warp % kTiles) and kTiles runs of eight columns; a step of 64 inputs is
+/// in registers while the one before is multiplied. Rows of 72 values put the 32 lanes of a fragment in 32 banks.
+template <int kRows, int kWeights>
+struct MmaTile {
+  static constexpr int kTiles = kRows / 16, kInputs = 64, kPitch = kInputs + 8;
+  static constexpr int kRowLoads = kRows / 16, kColLoads = kCols / 32;  // of a thread: 4 fp32, or 8 bf16
+  struct Shared {
+    alignas(16) uint32_t x[kRows][kPitch / 2];
+    alignas(16) uint32_t w[kWeights][kCols][kPitch / 2];
+  };
+  float sums[kWeights][kTiles][4] = {};
+
+  template <class Row>
+  __device__ void run(const __nv_bfloat16* const (&w)[kWeights], int64_t cols, int64_t depth, int64_t first_col,
+                      Row row, Shared& shared) {
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+    const float* x_rows[kRowLoads];
+    for (int j = 0; j < kRowLoads; ++j) x_rows[j] = row(thread / 16 + 16 * j);
+    const int x_at = thread % 16 * 4, w_at = thread % 8 * 8;
+    float4 x_next[kRowLoads];
+    uint4 w_next[kWeights][kColLoads];
+    const auto load = [&](int64_t k0) {
+#pragma unroll
+      for (int j = 0; j < kRowLoads; ++j)
+        x_next[j] = x_rows[j] != nullptr && k0 + x_at < depth ? *reinterpret_cast<const float4*>(x_rows[j] + k0 + x_at)
+                                                              : float4{0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+      for (int m = 0; m < kWeights; ++m)
+#pragma unroll
+        for (int j = 0; j < kColLoads; ++j) {
+          const int64_t col = first_col + thread / 8 + 32 * j;
+          w_next[m][j] = col < cols && k0 + w_at < depth
+                             ? *reinterpret_cast<const uint4*>(w[m] + col * depth + k0 + w_at)
+                             : uint4{0, 0, 0, 0};
+        }
+    };
+    load(0);
+    const int group = lane / 4, quad = lane % 4, first_row = 16 * (warp % kTiles), run = warp / kTiles * kTiles;
+    for (int64_t k0 = 0; k0 < depth; k0 += kInputs) {
+      __syncthreads();
+#pragma unroll
+      for (int j = 0; j < kRowLoads; ++j) {
+        uint32_t* to = &shared.x[thread / 16 + 16 * j][x_at / 2];
+        to[0] = round_to_bf16x2(x_next[j].x, x_next[j].y);
+        to[1] = round_to_bf16x2(x_next[j].z, x_next[j].w);
+      }
+#pragma unroll
+      for (int m = 0; m < kWeights; ++m)
+#pragma unroll
+        for (int j = 0; j < kColLoads; ++j)
+          *reinterpret_cast<uint4*>(&shared.w[m][thread / 8 + 32 * j][w_at / 2]) = w_next[m][j];
+      __syncthreads();
+      if (k0 + kInputs < depth) load(k0 + kInputs);
+#pragma unroll
+      for (int s = 0; s < kInputs / 2; s += 8) {
+        const uint32_t a[4] = {shared.x[first_row + group][s + quad], shared.x[first_row + group + 8][s + quad],
+                               shared.x[first_row + group][s + quad + 4],
+                               shared.x[first_row + group + 8][s + quad + 4]};
+#pragma unroll
+        for (int m = 0; m < kWeights; ++m)
+#pragma unroll
+          for (int j = 0; j < kTiles; ++j) {
+            const uint32_t* b = shared.w[m][8 * (run + j) + group];
+            mma_bf16(sums[m][j], a, b[s + quad], b[s + quad + 4]);
+          }
+      }
+    }
+  }
+  /// f(row of the tile, column of the tile, values of that place).
+  template <class F>
+  __device__ void for_each(F f) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float values[kWeights];
+        for (int m = 0; m < kWeights; ++m) values[m] = sums[m][j][i];
+        f(16 * (warp % kTiles) + lane / 4 + 8 * (i / 2), 8 * (warp / kTiles * kTiles + j) + lane % 4 * 2 + i % 2,
+          values);
+      }
+  }
+};
+
+template <int kRows>
+__global__ void __launch_bounds__(kThreads)
+    experts_in_mma_kernel(DeviceExperts experts, int32_t num_experts, const int32_t* first, const int32_t* order,
+                          int32_t per_token, const float* x, float* hidden) {
+  wait_for_stream();
+  let_next_start();
+  using Tile = MmaTile<kRows, 2>;
+  __shared__ typename Tile::Shared shared;
+  int expert, begin, end;
+  find_tile<kRows>(first, num_experts, blockIdx.x, expert, begin, end);
+  if (expert < 0) return;
+  const auto row = [&](int i) -> const float* {
+    return begin + i < end ? x + int64_t{order[begin + i] / per_token} * experts.dim : nullptr;
+  };
+  const int64_t first_col = int64_t{blockIdx.y} * kCols;
+  const __nv_bfloat16* const w[2] = {static_cast<const __nv_bfloat16*>(experts.gate[expert]),
+                                     static_cast<const __nv_bfloat16*>(experts.up[expert])};
+  Tile tile;
+  tile.run(w, experts.width, experts.dim, first_col, row, shared);
+  tile.for_each([&](int i, int c, const float(&v)[2]) {
+    if (begin + i < end && first_col + c < experts.width)
+      hidden[int64_t{begin + i} * experts.width + first_col + c] = silu(v[0]) * v[1];
+  });
+}
+
+template <int kRows>
+__global__ void __launch_bounds__(kThreads)
+    experts_out_mma_kernel(DeviceExperts experts, int32_t num_experts, const int32_t* first, const float* hidden,
+                           float* out) {
+  wait_for_stream();
+  let_next_start();
+  using Tile = MmaTile<kRows, 1>;
+  __shared__ typename Tile::Shared shared;
+  int expert, begin, end;
+  find_tile<kRows>(first, num_experts, blockIdx.x, expert, begin, end);
+  if (expert < 0) return;
+  const auto row = [&](int i) -> const float* {
+    return begin + i < end ? hidden + int64_t{begin + i} * experts.width : nullptr;
+  };
+  const int64_t first_col = int64_t{blockIdx.y} * kCols;
+  const __nv_bfloat16* const w[1] = {static_cast<const __nv_bfloat16*>(experts.down[expert])};
+  Tile tile;
+  tile.run(w, experts.dim, experts.width, first_col, row, shared);
+  tile.for_each([&](int i, int c, const float(&v)[1]) {
+    if (begin + i < end && first_col + c < experts.dim) out[int64_t{begin + i} * experts.dim + first_col + c] = v[0];
+  });
+}
+
 template <int kRows, class W>
 __global__ void __launch_bounds__(kThreads)
     experts_in_kernel(DeviceExperts experts, int32_t num_experts, const int32_t* first, const int32_t* order,
@@ -347,6 +487,9 @@ void with_rows(int64_t pairs, int32_t num_experts, F&& f) {
   if (pairs <= int64_t{8} * num_experts) f(std::integral_constant<int, 8>{});
   else f(std::integral_constant<int, 64>{});
 }
+
+/// Whether the experts' rows are read 16 bytes at a time.
+bool tensor_cores_take(const DeviceExperts& e) { return e.bf16 && e.dim % 8 == 0 && e.width % 8 == 0; }
 
 /// No more tiles than that whatever the routing.
 template <int kRows>
@@ -447,29 +590,37 @@ void launch_norm_route(const RouterParams& params, const float* x, int64_t dim, 
 
 void launch_sort_pairs(const int32_t* ids, int64_t pairs, int32_t num_experts, int32_t* first, int32_t* order,
                        int32_t* place_of, Stream stream) {
-  launch_kernel(kName, sort_pairs_kernel, {.threads = kMaxExperts}, stream, ids, pairs, num_experts, first, order,
-                place_of);
+  launch_kernel(kName, sort_pairs_kernel, {.blocks = num_experts, .threads = kThreads}, stream, ids, pairs, first,
+                order, place_of);
 }
 
 void launch_experts_in(const DeviceExperts& experts, int32_t num_experts, const int32_t* first, const int32_t* order,
                        int64_t pairs, int32_t per_token, const float* x, float* hidden, Stream stream) {
   with_rows(pairs, num_experts, [&]<int kRows>(std::integral_constant<int, kRows>) {
-    const Grid grid{.blocks = most_tiles<kRows>(pairs, num_experts),
+    constexpr int kMmaRows = kRows < 16 ? 16 : kRows;
+    const bool mma = tensor_cores_take(experts);
+    const Grid grid{.blocks = mma ? most_tiles<kMmaRows>(pairs, num_experts) : most_tiles<kRows>(pairs, num_experts),
                     .threads = kThreads,
                     .blocks_y = (experts.width + kCols - 1) / kCols};
-    launch_kernel(kName, experts.bf16 ? experts_in_kernel<kRows, __nv_bfloat16> : experts_in_kernel<kRows, float>, grid,
-                  stream, experts, num_experts, first, order, per_token, x, hidden);
+    const auto kernel = mma            ? experts_in_mma_kernel<kMmaRows>
+                        : experts.bf16 ? experts_in_kernel<kRows, __nv_bfloat16>
+                                       : experts_in_kernel<kRows, float>;
+    launch_kernel(kName, kernel, grid, stream, experts, num_experts, first, order, per_token, x, hidden);
   });
 }
 
 void launch_experts_out(const DeviceExperts& experts, int32_t num_experts, const int32_t* first, int64_t pairs,
                         const float* hidden, float* out, Stream stream) {
   with_rows(pairs, num_experts, [&]<int kRows>(std::integral_constant<int, kRows>) {
-    const Grid grid{.blocks = most_tiles<kRows>(pairs, num_experts),
+    constexpr int kMmaRows = kRows < 16 ? 16 : kRows;
+    const bool mma = tensor_cores_take(experts);
+    const Grid grid{.blocks = mma ? most_tiles<kMmaRows>(pairs, num_experts) : most_tiles<kRows>(pairs, num_experts),
                     .threads = kThreads,
                     .blocks_y = (experts.dim + kCols - 1) / kCols};
-    launch_kernel(kName, experts.bf16 ? experts_out_kernel<kRows, __nv_bfloat16> : experts_out_kernel<kRows, float>,
-                  grid, stream, experts, num_experts, first, hidden, out);
+    const auto kernel = mma            ? experts_out_mma_kernel<kMmaRows>
+                        : experts.bf16 ? experts_out_kernel<kRows, __nv_bfloat16>
+                                       : experts_out_kernel<kRows, float>;
+    launch_kernel(kName, kernel, grid, stream, experts, num_experts, first, hidden, out);
   });
 }
 
