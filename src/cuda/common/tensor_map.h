@@ -4,6 +4,7 @@
 
 #include <cuda.h>
 
+#include "gannet/kv_cache.h"
 #include "gannet/tensor.h"
 
 namespace gannet {
@@ -17,6 +18,11 @@ constexpr int kMapColumns = 64;  // bf16 values of a box's row: 128 bytes, the w
 /// tensor read as zeros. Strides are multiples of 16 bytes below 2^40, as the contract of operations has them. Throws
 /// Error(kDevice) naming `function` where the driver has no such call or refuses.
 CUtensorMap map_rows(const char* function, const TensorView& t, int box_rows);
+
+/// A cache of bf16 rows that lie one behind the other in a page, as [pages, rows of a page, columns], to be read in
+/// boxes of box_rows rows of one page and kMapColumns columns (coordinates: column, row, page). The cache has a page,
+/// and its data and page stride are multiples of 16 bytes. Throws as map_rows does.
+CUtensorMap map_pages(const char* function, const LatentCacheView& cache, int box_rows);
 
 }  // namespace cuda
 }  // namespace v0

@@ -26,6 +26,27 @@ __device__ inline void copy_box(uint32_t shared, const CUtensorMap& map, uint64_
       : "memory");
 }
 
+/// For copy_page_box: lines that are read once leave the L2 first.
+__device__ inline uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+/// The box at (column, row of the page, page) of map_pages() to `shared`; what lies outside the tensor arrives as
+/// zeros.
+__device__ inline void copy_page_box(uint32_t shared, const CUtensorMap& map, uint64_t* barrier, int column, int row,
+                                     int page, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared),
+      "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(page), "l"(policy)
+      : "memory");
+}
+/// Brings a map near before its first use.
+__device__ inline void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 }  // namespace cuda
 }  // namespace v0
 }  // namespace gannet

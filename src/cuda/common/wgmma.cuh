@@ -22,6 +22,8 @@ __device__ inline uint64_t matrix_descriptor(uint32_t address, uint32_t lbo, uin
   return kSwizzle128 | static_cast<uint64_t>((address & 0x3ffffu) >> 4) | static_cast<uint64_t>(lbo >> 4) << 16 |
          static_cast<uint64_t>(sbo >> 4) << 32;
 }
+/// What to add to a descriptor for an address further on by a multiple of 16 bytes.
+constexpr uint64_t descriptor_step(int bytes) { return static_cast<uint64_t>(bytes) >> 4; }
 __device__ inline uint64_t k_major(uint32_t address) { return matrix_descriptor(address, 16, 1024); }
 __device__ inline uint64_t mn_major(uint32_t address, uint32_t block_bytes) {
   return matrix_descriptor(address, block_bytes, 1024);

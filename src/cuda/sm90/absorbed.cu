@@ -3,6 +3,7 @@
 
 #include "cuda/common/check.h"
 #include "cuda/common/launch.cuh"
+#include "cuda/common/tensor_map.h"
 #include "cuda/sm90/absorbed.cuh"
 #include "cuda/sm90/set.h"
 
@@ -22,20 +23,20 @@ Shape shape_of(const SparseAttention& p) { return {p.q.shape[0], p.q.shape[1], p
 
 /// Scratch: which groups were cut, and two partial results a part.
 struct Layout {
-  int num_parts, lane_blocks;
+  int num_parts, lane_blocks, num_slots, sms;
   int64_t partials;  // lanes of partial results
   size_t cut_bytes, partial_bytes, lse_bytes;
   size_t total() const { return cut_bytes + partial_bytes + lse_bytes; }
 };
 
 Layout layout_of(const char* function, const Shape& s, int device) {
-  int sms = 0;
-  GANNET_CUDA(function, cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
   Layout l{};
+  GANNET_CUDA(function, cudaDeviceGetAttribute(&l.sms, cudaDevAttrMultiProcessorCount, device));
   l.lane_blocks = static_cast<int>((s.lanes_per_group + kLanes - 1) / kLanes);
-  l.num_parts = std::clamp(sms / l.lane_blocks, 1, kMaxParts);
+  l.num_parts = std::clamp(l.sms / l.lane_blocks, 1, kMaxParts);
+  l.num_slots = static_cast<int>(std::min<int64_t>(s.num_groups, l.num_parts));
   l.partials = int64_t{2} * l.num_parts * l.lane_blocks * kLanes;
-  l.cut_bytes = 2 * kMaxParts * sizeof(int);
+  l.cut_bytes = kMaxParts * sizeof(int4);
   l.partial_bytes = static_cast<size_t>(l.partials) * kLatent * sizeof(float);
   l.lse_bytes = static_cast<size_t>(l.partials) * sizeof(float);
   return l;
@@ -58,23 +59,32 @@ void fill_common(Common& c, const Params& p) {
   c.lse_row_stride = p.lse.given() ? p.lse.stride[0] : 0;
 }
 
-template <class Problem>
-void launch(const char* function, Problem& p, const Shape& s, Device device, const RunContext& c) {
+template <bool kPages, class Problem>
+void launch(const char* function, Problem& p, const Shape& s, Device device, const RunContext& c,
+            const CUtensorMap& map) {
   const DeviceGuard guard(function, device.index);
   const Layout l = layout_of(function, s, device.index);
   p.partial = reinterpret_cast<float*>(c.workspace + l.cut_bytes);
   p.partial_lse = reinterpret_cast<float*>(c.workspace + l.cut_bytes + l.partial_bytes);
   Schedule schedule{};
-  schedule.cut_group = reinterpret_cast<int*>(c.workspace);
-  schedule.cut_parts = schedule.cut_group + kMaxParts;
+  schedule.cuts = reinterpret_cast<int4*>(c.workspace);
   schedule.num_parts = l.num_parts;
   schedule.lane_blocks = l.lane_blocks;
   schedule.num_groups = static_cast<int>(s.num_groups);
-  const int64_t blocks = int64_t{l.num_parts} * l.lane_blocks;
-  launch_kernel(function, absorbed_kernel<Problem>,
-                {.blocks = blocks, .threads = kThreads, .shared_bytes = kSharedBytes}, c.stream, p, schedule);
+  schedule.num_slots = l.num_slots;
+  launch_kernel(function, absorbed_kernel<Problem, kPages>,
+                {.blocks = int64_t{l.num_parts} * l.lane_blocks, .threads = kThreads, .shared_bytes = kSharedBytes},
+                c.stream, p, schedule, map);
+  const int64_t merges = int64_t{l.num_slots} * s.lanes_per_group * kSlices;  // as many as there can be
   launch_kernel(function, combine_kernel<Problem>,
-                {.blocks = blocks * (kLanes / kCombineLanes), .threads = kCombineThreads}, c.stream, p, schedule);
+                {.blocks = std::min<int64_t>(2 * l.sms, merges), .threads = kCombineThreads}, c.stream, p, schedule);
+}
+
+/// Whether the copy engine can bring the pages of this cache.
+bool has_boxes(const LatentCacheView& c) {
+  constexpr int64_t kStrideLimit = int64_t{1} << 40;
+  return c.num_pages > 0 && (c.page_size == kKeys / 2 || c.page_size % kKeys == 0) && c.page_stride_bytes % 16 == 0 &&
+         c.page_stride_bytes < kStrideLimit && reinterpret_cast<uintptr_t>(c.data) % 16 == 0;
 }
 
 }  // namespace
@@ -92,7 +102,12 @@ void run_mla_decode(const MlaDecode& p, const RunContext& c) {
   d.rows = make_rows(p.rows);
   d.pages = make_pages(p.pages);
   d.max_q_len = p.rows.q_len;
-  launch(MlaDecode::kName, d, shape_of(p), p.q.device, c);
+  if (has_boxes(p.cache)) {
+    const CUtensorMap map = map_pages(MlaDecode::kName, p.cache, std::min(p.cache.page_size, kKeys));
+    launch<true>(MlaDecode::kName, d, shape_of(p), p.q.device, c, map);
+  } else {
+    launch<false>(MlaDecode::kName, d, shape_of(p), p.q.device, c, CUtensorMap{});
+  }
 }
 
 void run_sparse_attention(const SparseAttention& p, const RunContext& c) {
@@ -102,7 +117,7 @@ void run_sparse_attention(const SparseAttention& p, const RunContext& c) {
   s.lens = p.topk_lens.given() ? static_cast<const int32_t*>(p.topk_lens.data) : nullptr;
   s.slots_row_stride = p.topk_slots.stride[0];
   s.list_width = p.topk_slots.shape[1];
-  launch(SparseAttention::kName, s, shape_of(p), p.q.device, c);
+  launch<false>(SparseAttention::kName, s, shape_of(p), p.q.device, c, CUtensorMap{});
 }
 
 }  // namespace sm90

@@ -5,33 +5,53 @@
 //   O = O + P V 64 x 512 x 64     1,024 cycles
 // for 73,728 bytes of cache. At 1.7 GHz and 132 SMs the tensor cores ask for 7.6 TB/s: with 64 lanes that are all real
 // (128 heads: two blocks share the keys through the L2) they are the bound, with few lanes the memory is.
+// Shared memory is nearly as busy as the tensor cores: a tile writes 72 KB there and reads 136 KB for S (Q again for
+// every 64 keys; its rope part comes from registers) and 72 KB for O, 280 KB at 128 bytes a cycle = 2,190 cycles.
 //
 // Roles. O in fp32 is 64 x 512 x 4 = 128 KB, half of the register file, so two warpgroups hold 256 columns of it each
 // (128 registers a thread). Tiles are taken in pairs: warpgroup 0 scores the even tile, warpgroup 1 the odd one, and
 // each multiplies both P by its half of V, its own P from registers, the other's from shared memory. While one is in
-// its softmax the other keeps the tensor cores busy. The running maximum goes 0 -> 1 -> 0 through shared memory; each
-// warpgroup keeps the row sums of its own tiles. A third warpgroup loads: 16-byte cp.async into the swizzled layout
-// that wgmma reads, rows through their own addresses, so that pages, strided pools and gathered lists cost the same and
-// keys that nobody sees are zeros without being read.
+// its softmax the other keeps the tensor cores busy; scores of the next pair are begun behind the last product of this
+// one. The running maximum goes 0 -> 1 -> 0 through shared memory; each warpgroup keeps the row sums of its own tiles.
+// A third warpgroup loads: a warp through the copy engine, a box of 64 columns for each page of a tile, where pages
+// hold 32 keys or a multiple of 64; else all of it with 16-byte cp.async, rows through their own addresses (gathered
+// lists, other pages). Both write the swizzled layout that wgmma reads.
 //
 // Shared memory: Q latent 64 KB (its rope part lives in registers), two K tiles 144 KB, P0 and P1 16 KB: 224 KB and
 // some.
 //
-// Hazards, and why there are no more barriers than these. sP0 is rewritten for tile t + 2 after that tile has arrived
-// in its stage, which needs warpgroup 1 to have released the stage, which it does after the product that reads sP0. The
-// same holds for sP1 and warpgroup 0. row maxima and scales are read before the release too.
+// Halves. A tile arrives and is released in two halves: columns 0..255 (left), which only warpgroup 0 reads as values,
+// and 256..575 (right), which only warpgroup 1 does. So each half has one warpgroup that uses it last, and the next
+// tile's left half is under way while this one's right half is still being read.
 //
-// Schedule. The work of a call is laid out on a line: each group (request or row) takes kFixedTiles + its tiles; the
-// line is cut into as many equal parts as there are blocks a lane block. A group that a cut goes through leaves partial
-// results (fp32, at most two a part), which combine_kernel merges in order. All of it is computed on the device from
-// the lengths.
+// Hazards, and why there are no more barriers than these. A half is released by the warpgroup that multiplies it; the
+// other one may have scored it, but it did that before it announced the weights (barriers 2 and 3) which that product
+// needs. sP0 is rewritten for pair p + 1 after the right half of its even tile has arrived, which needs warpgroup 1's
+// release of the stage, which comes after the product that reads sP0; for sP1, the left half and warpgroup 0 likewise.
+// Maxima, scales and states are read before the release too. The loader waits in the order left, right, left, right:
+// no consumer waits for a half before it has released what the loader needs to get there.
+//
+// Keys that lanes must not see. Beyond the last lane's bound a page holds anything, NaN too, and 0 x NaN is NaN: the
+// scoring warpgroup overwrites such rows by zeros before it announces the weights. Keys that only some lanes see lose
+// their NaN and infinities and are marked instead: lanes that see them get a NaN score. At most the last tiles of a
+// request need that.
+//
+// Schedule, computed by each block for itself from the lengths (1 to 2 us, in the shadow of nothing). With at most as
+// many groups (requests or rows) as parts (blocks of a lane block), each part gets one piece: the shortest length is
+// searched of which every group can be cut into even pieces with no more pieces than parts. Where that would leave too
+// much idle, or with more groups, the work is laid out on a line, each group kFixedTiles + its tiles, and the line cut
+// into as many equal parts as there are. Groups that were cut leave partial results (fp32, at most two a part), which
+// combine_kernel merges in order; both kernels are launched while what is before them on the stream ends (PDL).
 #pragma once
+
+#include <cuda.h>
 
 #include <cstdint>
 #include <type_traits>
 
 #include "cuda/common/absorbed_problem.cuh"
 #include "cuda/common/launch.cuh"
+#include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
 
 namespace gannet {
@@ -45,32 +65,47 @@ constexpr int kLanes = 64, kKeys = 64, kStages = 2;
 constexpr int kConsumerThreads = 256, kProducerThreads = 128, kThreads = kConsumerThreads + kProducerThreads;
 constexpr int kBlockBytes = 64 * 128;                    // 64 rows of 64 bf16
 constexpr int kQueryBytes = kLatent / 64 * kBlockBytes;  // 65,536
-constexpr int kStageBytes = kWidth / 64 * kBlockBytes;   // 73,728
+constexpr int kBlocks = kWidth / 64;                     // of a tile: 9
+constexpr int kLeftBlocks = kLatent / 2 / 64;            // of them in the left half: 4
+constexpr int kStageBytes = kBlocks * kBlockBytes;       // 73,728
 constexpr int kWeightBytes = kBlockBytes;                // 8,192
 constexpr int kAlignment = 1024;                         // of a swizzled block
 constexpr int kTileBytes = kQueryBytes + kStages * kStageBytes + 2 * kWeightBytes;
 constexpr int kHalf = kLatent / 2;                                // columns of O a warpgroup has
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 128 * 40 + 256 * 232 = 64,512 of 65,536
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
+constexpr int kLeft = 0, kRight = 1;
+constexpr int kMaxParts = 256;
 
-// The price of a group beside its tiles: loading Q, the first tile's latency, the results. In tiles.
-constexpr int kFixedTiles = 4;
-constexpr int kMinPartTiles = 2;  // a part below this costs more to merge than it saves
+// The price, in tiles, of a further group in a part beside its tiles: loading Q, results.
+constexpr int kFixedTiles = 3;
+// Cuts of the line move by up to so many tiles so as not to leave a piece below it.
+constexpr int kMinPiece = 2;
+
+// What a part adds to a call's time by its partial results of 64 lanes, written and read by the whole chip (256 KB at 4
+// TB/s), over that of a tile in a block (1.7 us). With n parts of total / n tiles the time is least at a piece of
+// sqrt(kPartTiles * total) tiles.
+constexpr float kPartTiles = 0.038f;
 
 struct Schedule {
-  int* cut_group;  // [num_parts], for combine_kernel: the group that begins in a part and goes on behind it, or -1
-  int* cut_parts;  // [num_parts]: over how many parts it goes
-  int num_parts;   // of each lane block
+  int4* cuts;     // [num_slots], for combine_kernel: group, first part, number of parts (1: nothing to merge)
+  int num_parts;  // of each lane block
   int lane_blocks;
   int num_groups;
+  int num_slots;  // min(num_groups, num_parts): a slot for each group, or for each part (the group that it begins)
 };
 
 struct Shared {
-  uint64_t full[kStages], empty[kStages];
+  uint64_t full[kStages][2], empty[kStages][2];
   float max0[kLanes], max1[kLanes], scale0[kLanes], scale1[kLanes], sum0[kLanes], sum1[kLanes];
   int bounds[kLanes];
+  int row_of_lane[kLanes];                    // among the group's
+  int64_t query_at[kLanes];                   // where a lane's query begins, in elements; -1: no such lane
   alignas(16) uint8_t state[kStages][kKeys];  // of each key of a stage
-  int first_group, first_start, payload, total;
+  int first_group, first_start;
+  int payload, total;  // of the line; payload 1 and total the pieces where each part has one piece
+  int piece;           // longest piece in tiles, or 0: the line is cut
+  int piece_first, piece_last, piece_tiles;  // of the only piece: its tiles, and those of its group
   int partial_sum[kThreads / 32];
 };
 
@@ -91,42 +126,118 @@ __device__ int group_tiles(const Problem& p, int group) {
   return n <= 0 ? 1 : (n + kKeys - 1) / kKeys;  // a group without keys takes a tile in which nothing is seen
 }
 
-/// Where this part begins. Each thread sums a run of groups; a scan over threads gives each run's start.
-template <class Problem>
-__device__ void find_part(const Problem& p, const Schedule& schedule, int part, Shared& s) {
+// ---- schedule ---------------------------------------------------------------------------------------------------
+
+/// The sum over all threads before this one, and of all. Every thread of the block calls it.
+__device__ inline int scan_threads(int own, int (&warp_sums)[kThreads / 32], int& total) {
   const int tid = threadIdx.x;
-  const int per_thread = (schedule.num_groups + kThreads - 1) / kThreads;
-  const int begin = min(tid * per_thread, schedule.num_groups), end = min(begin + per_thread, schedule.num_groups);
-  int own = 0;
-  for (int g = begin; g < end; ++g) own += group_tiles(p, g) + kFixedTiles;
   int inclusive = own;
   for (int offset = 1; offset < 32; offset *= 2) {
     const int other = __shfl_up_sync(0xffffffffu, inclusive, offset);
     if (tid % 32 >= offset) inclusive += other;
   }
-  if (tid % 32 == 31) s.partial_sum[tid / 32] = inclusive;
+  __syncthreads();  // the last use of warp_sums is over
+  if (tid % 32 == 31) warp_sums[tid / 32] = inclusive;
   __syncthreads();
-  int before = 0, total = 0;
+  int before = 0;
+  total = 0;
   for (int w = 0; w < kThreads / 32; ++w) {
-    if (w < tid / 32) before += s.partial_sum[w];
-    total += s.partial_sum[w];
+    if (w < tid / 32) before += warp_sums[w];
+    total += warp_sums[w];
   }
-  int start = before + inclusive - own;
-  const int payload = max((total + schedule.num_parts - 1) / schedule.num_parts, kMinPartTiles);
+  return before + inclusive - own;
+}
+
+__device__ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__device__ inline float square_root(float x) {  // one instruction
+  float y;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// The shortest piece such that groups of tiles[0..num_groups) cut into even pieces of at most that length are no more
+/// pieces than num_parts >= num_groups. Each warp tries another length, so a round divides the range by twelve.
+__device__ inline int shortest_piece(const int* tiles, int num_groups, int num_parts, int total_tiles, int lanes,
+                                     int (&feasible)[kThreads / 32]) {
+  constexpr int kWarps = kThreads / 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // ceil(t / m) <= (t - 1) / m + 1 gives a length that always fits.
+  const auto worth =
+      static_cast<int>(square_root(kPartTiles * static_cast<float>(total_tiles * min(lanes, kLanes)) / kLanes));
+  int low = max(ceil_div(total_tiles, num_parts), worth);
+  int high =
+      num_parts > num_groups ? max(low, ceil_div(total_tiles - num_groups, num_parts - num_groups)) : total_tiles;
+  while (low < high) {
+    const int width = high - low;
+    auto candidate = [&](int w) { return low + static_cast<int>(int64_t{width} * w / kWarps); };
+    const int length = candidate(warp);
+    int pieces = 0;
+#pragma unroll 1
+    for (int g = lane; g < num_groups; g += 32) pieces += ceil_div(tiles[g], length);
+    pieces = __reduce_add_sync(0xffffffffu, pieces);
+    __syncthreads();
+    if (lane == 0) feasible[warp] = pieces <= num_parts;
+    __syncthreads();
+    int w = 0;
+#pragma unroll 1
+    while (w < kWarps && !feasible[w]) ++w;
+    const int new_low = w == 0 ? low : candidate(w - 1) + 1, new_high = w == kWarps ? high : candidate(w);
+    low = new_low, high = new_high;
+  }
+  return high;
+}
+
+/// Where this part begins. `scratch` holds kMaxParts numbers.
+template <class Problem>
+__device__ void find_part(const Problem& p, const Schedule& schedule, int part, Shared& s, int* scratch) {
+  const int tid = threadIdx.x, num_groups = schedule.num_groups, num_parts = schedule.num_parts;
+  const int per_thread = ceil_div(num_groups, kThreads);
+  const int begin = min(tid * per_thread, num_groups), end = min(begin + per_thread, num_groups);
+  int own = 0;
+#pragma unroll 1
+  for (int g = begin; g < end; ++g) own += group_tiles(p, g);
+  const bool few = num_groups <= num_parts;  // kMaxParts < kThreads: then at most one group a thread
+  if (few && tid < num_groups) scratch[tid] = own;
+  int total_tiles;
+  const int tiles_before = scan_threads(own, s.partial_sum, total_tiles);
+  const int line = total_tiles + kFixedTiles * num_groups;
+  const int payload = max(ceil_div(line, num_parts), kMinPiece);
+  if (few) {
+    const int piece = shortest_piece(scratch, num_groups, num_parts, total_tiles, static_cast<int>(p.lanes_per_group()),
+                                     s.partial_sum);
+    // Longer pieces than the line's, but each part has one: no second prologue, fewer merges. Worth 1/16 and a bit.
+    if (piece <= payload + payload / 16 + kMinPiece) {
+      const int pieces = tid < num_groups ? ceil_div(own, piece) : 0;
+      int total;
+      const int start = scan_threads(pieces, s.partial_sum, total);
+      if (tid == 0) s.payload = 1, s.total = total, s.piece = piece;
+      if (part >= start && part < start + pieces) {
+        const int i = part - start, each = own / pieces, longer = own % pieces;  // the first `longer` have a tile more
+        s.first_group = tid;
+        s.piece_first = each * i + min(i, longer);
+        s.piece_last = s.piece_first + each + (i < longer);
+        s.piece_tiles = own;
+      }
+      __syncthreads();
+      return;
+    }
+  }
   const int target = part * payload;
-  if (tid == 0) {
-    s.payload = payload;
-    s.total = total;
-  }
+  if (tid == 0) s.payload = payload, s.total = line, s.piece = 0;
+  int start = tiles_before + kFixedTiles * begin;
+#pragma unroll 1
   for (int g = begin; g < end; ++g) {
     const int cost = group_tiles(p, g) + kFixedTiles;
-    if (target >= start && target < start + cost) {
-      s.first_group = g;
-      s.first_start = start;
-    }
+    if (target >= start && target < start + cost) s.first_group = g, s.first_start = start;
     start += cost;
   }
   __syncthreads();
+}
+
+/// A cut of a group's tiles, moved to an end of the group where it is near one.
+__device__ inline int settle(int cut, int tiles) {
+  if (cut <= 0) return 0;
+  return cut >= tiles - kMinPiece ? tiles : cut <= kMinPiece ? 0 : cut;
 }
 
 /// The pieces of work of a part, in order; producer and consumers walk them alike. Few numbers: registers are dear.
@@ -138,17 +249,34 @@ struct Walk {
   /// Advances to the next piece with tiles, of group `group - 1`; false at the end.
   template <class Problem>
   __device__ bool next(const Problem& p, const Schedule& schedule, const Shared& s, int part) {
+    if (s.piece != 0) {
+      if (group >= schedule.num_groups || start < 0) return false;
+      first_tile = s.piece_first, last_tile = s.piece_last, tiles = s.piece_tiles;
+      start = -1;
+      ++group;
+      return true;
+    }
     const int part_begin = part * s.payload, part_end = min(part_begin + s.payload, s.total);
+#pragma unroll 1
     while (group < schedule.num_groups && start < part_end) {
       tiles = group_tiles(p, group);
       const int origin = start + kFixedTiles;  // the place of tile 0 on the line
-      first_tile = max(0, part_begin - origin);
-      last_tile = min(tiles, part_end - origin);
+      first_tile = settle(max(0, part_begin - origin), tiles);
+      last_tile = settle(min(tiles, part_end - origin), tiles);
       start += tiles + kFixedTiles;
       ++group;
       if (first_tile < last_tile) return true;
     }
     return false;
+  }
+  /// Over how many parts the group of this piece goes, which is its first.
+  __device__ int parts(const Shared& s, int part) const {
+    if (s.piece != 0) return ceil_div(tiles, s.piece);
+    if (last_tile == tiles) return 1;
+    // Further parts begin in this group as long as their cut does not settle at its end.
+    const int origin = start - tiles;
+    const int next_cut = (part + 1) * s.payload - origin;
+    return 1 + ceil_div(tiles - kMinPiece - next_cut, s.payload);
   }
 };
 
@@ -158,11 +286,12 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
-// ---- producer ---------------------------------------------------------------------------------------------------
+// ---- producers --------------------------------------------------------------------------------------------------
 
+/// By all threads of the warpgroup, row by row.
 template <class Problem>
-__device__ void produce(const Problem& p, const Schedule& schedule, Shared& s, unsigned char* stages, int part,
-                        int lane0) {
+__device__ void produce_rows(const Problem& p, const Schedule& schedule, Shared& s, unsigned char* stages, int part,
+                             int lane0) {
   const int tid = threadIdx.x - kConsumerThreads;
   constexpr int kRowsAtOnce = kProducerThreads / 8,
                 kRowsEach = kKeys / kRowsAtOnce;  // eight threads copy 128 bytes of a row
@@ -176,7 +305,6 @@ __device__ void produce(const Problem& p, const Schedule& schedule, Shared& s, u
     p.place(g, walk.group - 1);
     const int lanes_end = static_cast<int>(min(int64_t{lane0 + kLanes}, g.num_rows * p.num_heads));
     const int most = lanes_end > lane0 ? static_cast<int>(p.keys_of(g, (lanes_end - 1) / p.num_heads)) : 0;
-    const int least = lanes_end > lane0 ? static_cast<int>(p.keys_of(g, lane0 / p.num_heads)) : 0;
     for (int tile = walk.first_tile; tile < walk.last_tile; ++tile, ++count) {
       const int stage = count % kStages;
       // Addresses first: the page table's latency passes while the stage is still in use.
@@ -187,67 +315,156 @@ __device__ void produce(const Problem& p, const Schedule& schedule, Shared& s, u
         rows[i] = key < most ? p.bf16_row(g, key) : nullptr;
       }
       const uint32_t parity = (count / kStages & 1) ^ 1;
-      mbarrier_wait(&s.empty[stage], parity);
-      if ((tile + 1) * kKeys <= least || least == most) {
+      mbarrier_wait(&s.empty[stage][kLeft], parity);
+#pragma unroll
+      for (int i = 0; i < kRowsEach; ++i)
+        if (piece == 0) s.state[stage][row0 + i * kRowsAtOnce] = rows[i] != nullptr ? kPresent : kAbsent;
+      auto copy = [&](auto from, auto to) {
 #pragma unroll
         for (int i = 0; i < kRowsEach; ++i) {
           const bool ok = rows[i] != nullptr;
           const unsigned char* source =
-              ok ? rows[i] : static_cast<const unsigned char*>(p.cache.data);  // not read if not ok
+              ok ? rows[i] : static_cast<const unsigned char*>(p.cache.data);  // not read if not ok: zeros
           const uint32_t target = target0 + stage * kStageBytes + i * (kRowsAtOnce * 128);
 #pragma unroll
-          for (int b = 0; b < kWidth / 64; ++b)
+          for (int b = decltype(from)::value; b < decltype(to)::value; ++b)
             copy_async_16(target + b * kBlockBytes, source + b * 128 + piece * 16, ok);
-          if (piece == 0) s.state[stage][row0 + i * kRowsAtOnce] = ok ? kPresent : kAbsent;
         }
-      } else {  // some lanes see keys of this tile that others do not
-#pragma unroll 1
-        for (int i = 0; i < kRowsEach; ++i) {
-          const int row = row0 + i * kRowsAtOnce, key = tile * kKeys + row;
-          const unsigned char* source = key < most ? p.bf16_row(g, key) : nullptr;
-          bool marked = false;
-#pragma unroll 1
-          for (int b = 0; b < kWidth / 64; ++b) {
-            uint4 v =
-                source != nullptr ? *reinterpret_cast<const uint4*>(source + b * 128 + piece * 16) : uint4{0, 0, 0, 0};
-            if (key >= least && source != nullptr) marked |= drop_non_finite(v);
-            *reinterpret_cast<uint4*>(stages + stage * kStageBytes + b * kBlockBytes + row * 128 +
-                                      ((piece ^ (row % 8)) * 16)) = v;
+      };
+      // Two arrivals a thread: now, for the states, and when its copies have landed. The consumers' fence makes them
+      // visible to the tensor cores: here it would wait for the copies that are under way.
+      copy(std::integral_constant<int, 0>{}, std::integral_constant<int, kLeftBlocks>{});
+      mbarrier_arrive(&s.full[stage][kLeft]);
+      copy_async_arrive(&s.full[stage][kLeft]);
+      mbarrier_wait(&s.empty[stage][kRight], parity);
+      copy(std::integral_constant<int, kLeftBlocks>{}, std::integral_constant<int, kBlocks>{});
+      mbarrier_arrive(&s.full[stage][kRight]);
+      copy_async_arrive(&s.full[stage][kRight]);
+    }
+  }
+}
+
+/// By one warp, page by page through the copy engine. `map` has [pages, rows of a page, 576] in boxes of 64 columns.
+__device__ inline void produce_pages(const Dense& p, const Schedule& schedule, Shared& s, unsigned char* stages,
+                                     int part, int lane0, const CUtensorMap& map) {
+  const int lane = threadIdx.x % 32, page_size = p.cache.page_size;
+  const int box_rows = min(page_size, kKeys);
+  const bool two_pages = page_size < kKeys;  // of 32 keys
+  const uint64_t policy = evict_first_policy();
+  const uint32_t stage_address = shared_address(stages);
+  int count = 0;
+  Walk walk(s);
+  while (walk.next(p, schedule, s, part)) {
+    Dense::Place g;
+    p.place(g, walk.group - 1);
+    const int lanes_end = static_cast<int>(min(int64_t{lane0 + kLanes}, g.num_rows * p.num_heads));
+    const int most = lanes_end > lane0 ? static_cast<int>(p.keys_of(g, (lanes_end - 1) / p.num_heads)) : 0;
+    // Each lane looks up the pages of one of the next 32 tiles; -1: nothing there, which the engine fills with zeros.
+    auto page_at = [&](int key) {
+      if (key >= most) return -1;
+      const int page = g.list.ids[static_cast<uint32_t>(key) / static_cast<uint32_t>(page_size)];
+      return page >= 0 && page < p.cache.num_pages ? page : -1;
+    };
+    for (int base = walk.first_tile; base < walk.last_tile; base += 32) {
+      const int mine = base + lane;
+      const int own_first = mine < walk.last_tile ? page_at(mine * kKeys) : -1;
+      const int own_second = two_pages && mine < walk.last_tile ? page_at(mine * kKeys + box_rows) : -1;
+      const int here = min(32, walk.last_tile - base);
+      for (int i = 0; i < here; ++i, ++count) {
+        const int first = __shfl_sync(0xffffffffu, own_first, i), second = __shfl_sync(0xffffffffu, own_second, i);
+        const int key0 = (base + i) * kKeys, stage = count % kStages;
+        const int page_row = two_pages ? 0 : static_cast<int>(static_cast<uint32_t>(key0) % page_size);
+        const uint32_t parity = (count / kStages & 1) ^ 1;
+        auto copy_blocks = [&](int half, int from, int to) {
+          mbarrier_arrive_expecting(&s.full[stage][half], static_cast<uint32_t>((to - from) * kBlockBytes));
+          for (int b = from; b < to; ++b) {
+            const uint32_t target = stage_address + stage * kStageBytes + b * kBlockBytes;
+            copy_page_box(target, map, &s.full[stage][half], b * kMapColumns, page_row, first, policy);
+            if (two_pages)
+              copy_page_box(target + box_rows * 128, map, &s.full[stage][half], b * kMapColumns, 0, second, policy);
           }
-          marked = __any_sync(0xffu << (threadIdx.x % 32 / 8 * 8), marked);
-          if (piece == 0) s.state[stage][row] = source == nullptr ? kAbsent : marked ? kMarked : kPresent;
+        };
+        mbarrier_wait(&s.empty[stage][kLeft], parity);
+        {
+          const int key = 2 * lane;  // of the tile; a lane writes the states of two
+          const bool there = (two_pages && key >= box_rows ? second : first) >= 0;
+          const uint32_t low = there && key0 + key < most ? kPresent : kAbsent,
+                         high = there && key0 + key + 1 < most ? kPresent : kAbsent;
+          *reinterpret_cast<uint16_t*>(&s.state[stage][key]) = static_cast<uint16_t>(low | high << 8);
         }
+        __syncwarp();
+        if (lane == 0) copy_blocks(kLeft, 0, kLeftBlocks);
+        mbarrier_wait(&s.empty[stage][kRight], parity);
+        if (lane == 0) copy_blocks(kRight, kLeftBlocks, kBlocks);
+        __syncwarp();
       }
-      // Two arrivals a thread: now, for what it stored itself, and when its copies have landed. The consumers' fence
-      // makes both visible to the tensor cores: here it would wait for the copies that are under way.
-      mbarrier_arrive(&s.full[stage]);
-      copy_async_arrive(&s.full[stage]);
     }
   }
 }
 
 // ---- consumers --------------------------------------------------------------------------------------------------
 
-template <int kWarpgroup, class Problem>
+/// Overwrites the keys of a tile from `most` on by zeros, and takes NaN and infinities from those that only some lanes
+/// see. By a warpgroup, before its scores; the caller's barrier follows.
+__device__ inline void mend_tile(unsigned char* tile, uint8_t* state, int first_key, int least, int most, int tid) {
+  constexpr int kRowsAtOnce = 128 / 8;
+  const int piece = tid % 8;
+#pragma unroll 1
+  for (int r = tid / 8; r < kKeys; r += kRowsAtOnce) {
+    const int key = first_key + r;
+    if (key < least) continue;  // eight threads of a row alike
+    bool marked = false;
+#pragma unroll 1
+    for (int b = 0; b < kBlocks; ++b) {
+      auto* at = reinterpret_cast<uint4*>(tile + b * kBlockBytes + r * 128 + (piece ^ (r % 8)) * 16);
+      uint4 v{0, 0, 0, 0};
+      if (key < most) {
+        v = *at;
+        if (!drop_non_finite(v)) continue;
+        marked = true;
+      }
+      *at = v;
+    }
+    marked = __any_sync(0xffu << (threadIdx.x % 32 / 8 * 8), marked);
+    if (marked && piece == 0 && state[r] == kPresent) state[r] = kMarked;
+  }
+  fence_async_shared();
+}
+
+/// Both warpgroups run this; `self` is 0 or 1. What they share is one piece of code: instructions come from the L2 on
+/// each launch, and both loops together should stay in the SM's nearest instruction cache.
+template <bool kPages, class Problem>
 __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, unsigned char* query,
                         unsigned char* stages, unsigned char* weights, int part, int lane_block) {
-  constexpr int kColumn0 = kWarpgroup * kHalf;
+  const int self = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
+  const int column0 = self * kHalf;
   const int tid = threadIdx.x % 128, warp = tid / 32, lane = tid % 32, quad = lane % 4;
   const int row = warp * 16 + lane / 4;  // and row + 8
   const int lane0 = lane_block * kLanes;
   const float scale_log2 = p.softmax_scale * kLog2E;
-  const uint32_t query_address = shared_address(query), stage_address = shared_address(stages);
-  const uint32_t weight_address[2] = {shared_address(weights), shared_address(weights + kWeightBytes)};
+  const uint32_t stage_address = shared_address(stages);
+  const uint64_t query_operand = k_major(shared_address(query));
+  const bool slot_of_group = schedule.num_slots == schedule.num_groups;
   int count = 0;  // tiles consumed
-  int cut = -1, cut_parts = 0;
+  int4 cut = {-1, part, 1, 0};
   Walk walk(s);
   while (walk.next(p, schedule, s, part)) {
     typename Problem::Place g;
     p.place(g, walk.group - 1);
     const int lanes = max(0, min(kLanes, static_cast<int>(g.num_rows) * p.num_heads - lane0));
 
-    // Q: the latent part to shared memory by both warpgroups, the rope part to registers of each.
+    // Q: the latent part to shared memory by both warpgroups, the rope part to registers of each. Code is dear here: it
+    // runs once, and comes from the L2.
     named_barrier_sync(1, kConsumerThreads);  // nobody still reads the last group's
+    if (threadIdx.x < kLanes) {
+      const int l = threadIdx.x, of_row = (lane0 + l) / p.num_heads, head = lane0 + l - of_row * p.num_heads;
+      const bool real = l < lanes;
+      s.row_of_lane[l] = of_row;
+      s.query_at[l] = real ? (g.first_row + of_row) * p.q_row_stride + head * p.q_head_stride : -1;
+      s.bounds[l] = real ? static_cast<int>(p.keys_of(g, of_row)) : 0;
+    }
+    named_barrier_sync(1, kConsumerThreads);
+    uint32_t rope[kRope / 16][4];
     {
       // A thread copies 16-byte piece `piece` of every fourth lane; all loads are under way before the first is stored.
       constexpr int kPieces = kLatent / 8, kLanesAtOnce = kConsumerThreads / kPieces, kLoads = kLanes / kLanesAtOnce;
@@ -255,33 +472,24 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
       uint4 v[kLoads];
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const int l = first + i * kLanesAtOnce;
-        const int64_t at =
-            (g.first_row + (lane0 + l) / p.num_heads) * p.q_row_stride + (lane0 + l) % p.num_heads * p.q_head_stride;
-        v[i] = l < lanes ? *reinterpret_cast<const uint4*>(p.q + at + 8 * piece) : uint4{0, 0, 0, 0};
+        const int64_t at = s.query_at[first + i * kLanesAtOnce];
+        v[i] = uint4{0, 0, 0, 0};
+        if (at >= 0) v[i] = *reinterpret_cast<const uint4*>(p.q + at + 8 * piece);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t at = s.query_at[row + 8 * half];
+        const uint16_t* q = p.q + at + kLatent + 2 * quad;
+#pragma unroll
+        for (int k = 0; k < kRope / 16; ++k) {
+          rope[k][half] = at >= 0 ? *reinterpret_cast<const uint32_t*>(q + 16 * k) : 0;
+          rope[k][half + 2] = at >= 0 ? *reinterpret_cast<const uint32_t*>(q + 16 * k + 8) : 0;
+        }
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const int l = first + i * kLanesAtOnce;
         *reinterpret_cast<uint4*>(query + piece / 8 * kBlockBytes + l * 128 + ((piece % 8) ^ (l % 8)) * 16) = v[i];
-      }
-    }
-    if (threadIdx.x < kLanes)
-      s.bounds[threadIdx.x] =
-          static_cast<int>(threadIdx.x) < lanes
-              ? static_cast<int>(p.keys_of(g, (lane0 + static_cast<int>(threadIdx.x)) / p.num_heads))
-              : 0;
-    uint32_t rope[kRope / 16][4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int l = lane0 + row + 8 * half;
-      const uint16_t* q =
-          p.q + (g.first_row + l / p.num_heads) * p.q_row_stride + l % p.num_heads * p.q_head_stride + kLatent;
-#pragma unroll
-      for (int k = 0; k < kRope / 16; ++k) {
-        const bool ok = row + 8 * half < lanes;
-        rope[k][half] = ok ? *reinterpret_cast<const uint32_t*>(q + 16 * k + 2 * quad) : 0;
-        rope[k][half + 2] = ok ? *reinterpret_cast<const uint32_t*>(q + 16 * k + 8 + 2 * quad) : 0;
       }
     }
     fence_async_shared();
@@ -292,245 +500,294 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
 #pragma unroll
     for (float& x : o) x = 0.0f;
     float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
+    uint32_t own[kKeys / 16][4];  // P of the own tile as A operand
+    float score[kKeys / 2];
+    float factor[2], own_sum[2];  // of softmax()
 
-    const int tiles = walk.last_tile - walk.first_tile;
-    for (int pair = 0; pair < tiles; pair += 2, count += 2) {
-      const bool has_odd = pair + 1 < tiles;
-      const int even_stage = count % kStages, odd_stage = (count + 1) % kStages;
-      const uint32_t even_parity = count / kStages & 1, odd_parity = (count + 1) / kStages & 1;
-      const int own_stage = kWarpgroup == 0 ? even_stage : odd_stage;
-      const int own_tile = walk.first_tile + pair + kWarpgroup;
-      uint32_t own[kKeys / 16][4];  // P of the own tile as A operand
-      float score[kKeys / 2];
-      const bool scores_own = kWarpgroup == 0 || has_odd;
-
-      if (scores_own) {  // S
-        mbarrier_wait(&s.full[own_stage], kWarpgroup == 0 ? even_parity : odd_parity);
-        fence_async_shared();
-        const uint32_t keys = stage_address + own_stage * kStageBytes;
+    auto wait_full = [&](int n, int half) {  // the n-th tile of this block
+      mbarrier_wait(&s.full[n % kStages][half], n / kStages & 1);
+      if constexpr (!kPages) fence_async_shared();
+    };
+    auto release = [&](int n, int half) {
+      if (lane == 0) mbarrier_arrive(&s.empty[n % kStages][half]);
+    };
+    // Scores of a tile, by halves, each a round of four steps for each 64 columns. The product of the turn before may
+    // still be under way; between the halves it is done, and `done` may release what it read.
+    auto score_tile = [&](auto wg, int n, int tile, auto done) {
+      const int most = s.bounds[lanes - 1];
+      wait_full(n, kLeft);
+      // Whether every lane sees all keys of the tile. The others, at the end of a request, are mended first.
+      if ((tile + 1) * kKeys > least && (kPages || least < most)) {
+        wait_full(n, kRight);
+        mend_tile(stages + n % kStages * kStageBytes, s.state[n % kStages], tile * kKeys, least, most, tid);
+        named_barrier_sync(4 + wg, 128);
+      }
+      const uint64_t keys = k_major(stage_address + n % kStages * kStageBytes);
+      auto round = [&](int b, bool first) {
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kLatent / 16; ++k) {
-          const uint32_t offset = k / 4 * kBlockBytes + k % 4 * 32;
-          wgmma_m64n64_ss(score, k_major(query_address + offset), k_major(keys + offset), k != 0);
-        }
-#pragma unroll
-        for (int k = 0; k < kRope / 16; ++k)
-          wgmma_m64n64_rs(score, rope[k], k_major(keys + kLatent / 64 * kBlockBytes + k * 32), true);
-        wgmma_commit();
-        wgmma_wait<0>();
-      }
-
-      float before[2] = {top[0], top[1]}, scale0[2];
-      if constexpr (kWarpgroup == 1) {
-        named_barrier_sync(2, kConsumerThreads);  // the even tile's maxima and weights
-        before[0] = s.max0[row], before[1] = s.max0[row + 8];
-        scale0[0] = s.scale0[row], scale0[1] = s.scale0[row + 8];
-        mbarrier_wait(&s.full[even_stage], even_parity);
-        fence_async_shared();
-      }
-
-      float factor[2] = {1.0f, 1.0f};
-      if (scores_own) {  // softmax of the own tile
-        // Most tiles are seen whole by every lane, and need no masks.
-        const uint4 states = *reinterpret_cast<const uint4*>(&s.state[own_stage][quad * 16]);
-        constexpr uint32_t kAllPresent = 0x01010101u * kPresent;
-        const bool plain =
-            __all_sync(0xffffffffu, (own_tile + 1) * kKeys <= least && states.x == kAllPresent &&
-                                        states.y == kAllPresent && states.z == kAllPresent && states.w == kAllPresent);
-        if (!plain) {
-          const int bound0 = s.bounds[row] - own_tile * kKeys, bound1 = s.bounds[row + 8] - own_tile * kKeys;
-#pragma unroll
-          for (int j = 0; j < kKeys / 8; ++j) {
-            const uint32_t two = *reinterpret_cast<const uint16_t*>(&s.state[own_stage][8 * j + 2 * quad]);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const uint32_t state = two >> (8 * i) & 0xffu;
-              const int k = 8 * j + 2 * quad + i;
-              const float add = state == kMarked ? NAN : 0.0f;
-              score[4 * j + i] = state == kAbsent || k >= bound0 ? -INFINITY : score[4 * j + i] + add;
-              score[4 * j + 2 + i] = state == kAbsent || k >= bound1 ? -INFINITY : score[4 * j + 2 + i] + add;
-            }
-          }
-        }
-        float m[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j)
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            m[half] = fmaxf(m[half], fmaxf(score[4 * j + 2 * half], score[4 * j + 2 * half + 1]));
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          m[half] = fmaxf(m[half], __shfl_xor_sync(0xffffffffu, m[half], 1));
-          m[half] = fmaxf(m[half], __shfl_xor_sync(0xffffffffu, m[half], 2));
-          top[half] = fmaxf(before[half], m[half] * scale_log2);
-          factor[half] = before[half] == top[half] ? 1.0f : exp2_fast(before[half] - top[half]);
-        }
-        // Where nothing has been seen yet the maximum is -inf; subtracting 0 instead keeps -inf - x = -inf, a weight of
-        // 0.
-        const float shift[2] = {top[0] == -INFINITY ? 0.0f : top[0], top[1] == -INFINITY ? 0.0f : top[1]};
-        float own_sum[2] = {0.0f, 0.0f};
-#pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const float w0 = exp2_fast(fmaf(score[4 * j + 2 * half], scale_log2, -shift[half]));
-            const float w1 = exp2_fast(fmaf(score[4 * j + 2 * half + 1], scale_log2, -shift[half]));
-            uint32_t packed;
-            asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(w1), "f"(w0));
-            own_sum[half] += __uint_as_float(packed << 16) + __uint_as_float(packed & 0xffff0000u);
-            own[j / 2][half + 2 * (j % 2)] = packed;
-          }
-          // P to shared memory for the other warpgroup: row r, 16-byte piece j, this thread's four bytes of it.
-#pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int r = row + 8 * half;
-            *reinterpret_cast<uint32_t*>(weights + kWarpgroup * kWeightBytes + r * 128 + (j ^ (r % 8)) * 16 +
-                                         quad * 4) = own[j / 2][half + 2 * (j % 2)];
-          }
-        if constexpr (kWarpgroup == 0) {
-          if (quad == 0) {
-            s.max0[row] = top[0], s.max0[row + 8] = top[1];
-            s.scale0[row] = factor[0], s.scale0[row + 8] = factor[1];
-          }
-#pragma unroll
-          for (int half = 0; half < 2; ++half) sum[half] = sum[half] * factor[half] + own_sum[half];
-        } else {
-          if (quad == 0) {
-            s.max1[row] = top[0], s.max1[row + 8] = top[1];
-            s.scale1[row] = factor[0], s.scale1[row + 8] = factor[1];
-          }
-#pragma unroll
-          for (int half = 0; half < 2; ++half) sum[half] = sum[half] * scale0[half] * factor[half] + own_sum[half];
-        }
-        fence_async_shared();
-      } else {
-        top[0] = before[0], top[1] = before[1];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) sum[half] *= scale0[half];
-      }
-      auto rescale = [&](float low, float high) {
-        if (!__any_sync(0xffffffffu, low != 1.0f || high != 1.0f)) return;
-#pragma unroll
-        for (int i = 0; i < kHalf / 2; i += 4) {
-          o[i] *= low;
-          o[i + 1] *= low;
-          o[i + 2] *= high;
-          o[i + 3] *= high;
+        for (int k = 0; k < 4; ++k) {
+          const uint64_t ahead = b * descriptor_step(kBlockBytes) + descriptor_step(k * 32);
+          wgmma_m64n64_ss(score, query_operand + ahead, keys + ahead, !first || k != 0);
         }
       };
-      const uint32_t even_values = stage_address + even_stage * kStageBytes + kColumn0 / 64 * kBlockBytes;
-      const uint32_t odd_values = stage_address + odd_stage * kStageBytes + kColumn0 / 64 * kBlockBytes;
-      if constexpr (kWarpgroup == 0) {
-        named_barrier_arrive(2, kConsumerThreads);
-        rescale(factor[0], factor[1]);
-        wgmma_fence();
+#pragma unroll 1
+      for (int b = 0; b < kLeftBlocks - 1; ++b) round(b, b == 0);
+      round(kLeftBlocks - 1, false);  // where the group ends there must be a product
+      wgmma_commit();
+      wgmma_wait<1>();
+      done();
+      wait_full(n, kRight);
+#pragma unroll 1
+      for (int b = kLeftBlocks; b < kLatent / 64; ++b) round(b, false);
+      wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kKeys / 16; ++k)
-          wgmma_m64n256_rs_mn(o, own[k], mn_major(even_values + k * 2048, kBlockBytes), true);
-        wgmma_commit();
-        wgmma_wait<0>();
-        if (lane == 0) mbarrier_arrive(&s.empty[even_stage]);
-        if (has_odd) {
-          mbarrier_wait(&s.full[odd_stage], odd_parity);
-          fence_async_shared();
-          named_barrier_sync(3, kConsumerThreads);  // the odd tile's
-          const float scale1[2] = {s.scale1[row], s.scale1[row + 8]};
-          top[0] = s.max1[row], top[1] = s.max1[row + 8];
-          sum[0] *= scale1[0], sum[1] *= scale1[1];
-          rescale(scale1[0], scale1[1]);
-          wgmma_fence();
+      for (int k = 0; k < kRope / 16; ++k)
+        wgmma_m64n64_rs(score, rope[k], keys + descriptor_step(kLatent / 64 * kBlockBytes + k * 32), true);
+      wgmma_commit();
+      wgmma_wait<0>();
+      hold_registers(score);
+    };
+    // Most tiles need no masks.
+    auto needs_masks = [&](int n, int tile) {
+      const uint4 states = *reinterpret_cast<const uint4*>(&s.state[n % kStages][quad * 16]);
+      constexpr uint32_t kAllPresent = 0x01010101u * kPresent;
+      return !__all_sync(0xffffffffu, (tile + 1) * kKeys <= least && states.x == kAllPresent &&
+                                          states.y == kAllPresent && states.z == kAllPresent &&
+                                          states.w == kAllPresent);
+    };
+    auto mask = [&](int n, int tile) {
+      const int bound0 = s.bounds[row] - tile * kKeys, bound1 = s.bounds[row + 8] - tile * kKeys;
 #pragma unroll
-          for (int k = 0; k < kKeys / 16; ++k)
-            wgmma_m64n256_ss_mn(o, k_major(weight_address[1] + k * 32), mn_major(odd_values + k * 2048, kBlockBytes),
-                                true);
-          wgmma_commit();
-          wgmma_wait<0>();
-          if (lane == 0) mbarrier_arrive(&s.empty[odd_stage]);
-        }
-      } else {
-        if (has_odd) named_barrier_arrive(3, kConsumerThreads);
-        rescale(scale0[0], scale0[1]);
-        wgmma_fence();
+      for (int j = 0; j < kKeys / 8; ++j) {
+        const uint32_t two = *reinterpret_cast<const uint16_t*>(&s.state[n % kStages][8 * j + 2 * quad]);
 #pragma unroll
-        for (int k = 0; k < kKeys / 16; ++k)
-          wgmma_m64n256_ss_mn(o, k_major(weight_address[0] + k * 32), mn_major(even_values + k * 2048, kBlockBytes),
-                              true);
-        wgmma_commit();
-        wgmma_wait<0>();
-        if (lane == 0) mbarrier_arrive(&s.empty[even_stage]);
-        if (has_odd) {
-          rescale(factor[0], factor[1]);
-          wgmma_fence();
-#pragma unroll
-          for (int k = 0; k < kKeys / 16; ++k)
-            wgmma_m64n256_rs_mn(o, own[k], mn_major(odd_values + k * 2048, kBlockBytes), true);
-          wgmma_commit();
-          wgmma_wait<0>();
-          if (lane == 0) mbarrier_arrive(&s.empty[odd_stage]);
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t state = two >> (8 * i) & 0xffu;
+          const int k = 8 * j + 2 * quad + i;
+          const float add = state == kMarked ? NAN : 0.0f;
+          score[4 * j + i] = state == kAbsent || k >= bound0 ? -INFINITY : score[4 * j + i] + add;
+          score[4 * j + 2 + i] = state == kAbsent || k >= bound1 ? -INFINITY : score[4 * j + 2 + i] + add;
         }
       }
-      if (!has_odd) count -= 1;  // a piece may have an odd number of tiles; stages go on from there
+    };
+    // Weights of the own tile over the maxima `before`: to `own` and to shared memory; new maxima to `top`, the scale
+    // of what was summed before to `factor`, the sums of the weights as rounded to `own_sum`.
+    auto softmax = [&](auto wg, const float(&before)[2]) {
+      own_sum[0] = own_sum[1] = 0.0f;
+      float m[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          m[half] = fmaxf(m[half], fmaxf(score[4 * j + 2 * half], score[4 * j + 2 * half + 1]));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        m[half] = fmaxf(m[half], __shfl_xor_sync(0xffffffffu, m[half], 1));
+        m[half] = fmaxf(m[half], __shfl_xor_sync(0xffffffffu, m[half], 2));
+        top[half] = fmaxf(before[half], m[half] * scale_log2);
+        factor[half] = before[half] == top[half] ? 1.0f : exp2_fast(before[half] - top[half]);
+      }
+      // Where nothing has been seen yet the maximum is -inf; subtracting 0 instead keeps -inf - x = -inf, a weight of
+      // 0.
+      const float shift[2] = {top[0] == -INFINITY ? 0.0f : top[0], top[1] == -INFINITY ? 0.0f : top[1]};
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float w0 = exp2_fast(fmaf(score[4 * j + 2 * half], scale_log2, -shift[half]));
+          const float w1 = exp2_fast(fmaf(score[4 * j + 2 * half + 1], scale_log2, -shift[half]));
+          uint32_t packed;
+          asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(w1), "f"(w0));
+          own_sum[half] += __uint_as_float(packed << 16) + __uint_as_float(packed & 0xffff0000u);
+          own[j / 2][half + 2 * (j % 2)] = packed;
+        }
+        // P to shared memory for the other warpgroup: row r, 16-byte piece j, this thread's four bytes of it.
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int r = row + 8 * half;
+          *reinterpret_cast<uint32_t*>(weights + wg * kWeightBytes + r * 128 + (j ^ (r % 8)) * 16 + quad * 4) =
+              own[j / 2][half + 2 * (j % 2)];
+        }
+      if (quad == 0) {
+        float* const maxima = wg == 0 ? s.max0 : s.max1;
+        float* const scales = wg == 0 ? s.scale0 : s.scale1;
+        maxima[row] = top[0], maxima[row + 8] = top[1];
+        scales[row] = factor[0], scales[row + 8] = factor[1];
+      }
+      fence_async_shared();
+    };
+    auto rescale = [&](float low, float high) {
+      if (!__any_sync(0xffffffffu, low != 1.0f || high != 1.0f)) return;
+#pragma unroll
+      for (int i = 0; i < kHalf / 2; i += 4) {
+        o[i] *= low;
+        o[i + 1] *= low;
+        o[i + 2] *= high;
+        o[i + 3] *= high;
+      }
+    };
+    auto values_of = [&](auto wg, int n) {
+      return mn_major(stage_address + n % kStages * kStageBytes + wg * kLeftBlocks * kBlockBytes, kBlockBytes);
+    };
+    auto multiply_own = [&](auto wg, int n) {
+      const uint64_t values = values_of(wg, n);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kKeys / 16; ++k) wgmma_m64n256_rs_mn(o, own[k], values + descriptor_step(k * 2048), true);
+      wgmma_commit();
+    };
+    auto multiply_other = [&](auto wg, int n) {
+      const uint64_t values = values_of(wg, n),
+                     weight_operand = k_major(shared_address(weights + (1 - wg) * kWeightBytes));
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kKeys / 16; ++k)
+        wgmma_m64n256_ss_mn(o, weight_operand + descriptor_step(k * 32), values + descriptor_step(k * 2048), true);
+      wgmma_commit();
+    };
+
+    const int tiles = walk.last_tile - walk.first_tile;
+    // In each turn the scores of the own tile come first: of warpgroup 0 behind the last product of the turn before.
+    constexpr std::integral_constant<int, 0> kFirst;
+    constexpr std::integral_constant<int, 1> kSecond;
+    if (self == 0) {
+#pragma unroll 1
+      for (int pair = 0;; pair += 2) {
+        const int even = count + pair, odd = even + 1, tile = walk.first_tile + pair;
+        score_tile(kFirst, even, tile, [&] {
+          if (pair > 0) release(even - 1, kLeft);
+        });
+        const float before[2] = {top[0], top[1]};
+        if (needs_masks(even, tile)) mask(even, tile);
+        softmax(kFirst, before);
+        named_barrier_arrive(2, kConsumerThreads);
+        sum[0] = sum[0] * factor[0] + own_sum[0], sum[1] = sum[1] * factor[1] + own_sum[1];
+        rescale(factor[0], factor[1]);
+        multiply_own(kFirst, even);
+        wgmma_wait<0>();
+        hold_registers(o);
+        hold_registers(own);
+        release(even, kLeft);
+        if (pair + 1 >= tiles) break;
+        wait_full(odd, kLeft);
+        named_barrier_sync(3, kConsumerThreads);  // the odd tile's weights
+        const float scale1[2] = {s.scale1[row], s.scale1[row + 8]};
+        top[0] = s.max1[row], top[1] = s.max1[row + 8];
+        sum[0] *= scale1[0], sum[1] *= scale1[1];
+        rescale(scale1[0], scale1[1]);
+        multiply_other(kFirst, odd);  // still under way when the next scores begin
+        if (pair + 2 >= tiles) {
+          wgmma_wait<0>();
+          release(odd, kLeft);
+          break;
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (int pair = 0; pair < tiles; pair += 2) {
+        const int even = count + pair, odd = even + 1, tile = walk.first_tile + pair;
+        const bool has_odd = pair + 1 < tiles;
+        if (has_odd) score_tile(kSecond, odd, tile + 1, [] {});
+        named_barrier_sync(2, kConsumerThreads);  // the even tile's weights
+        const float before[2] = {s.max0[row], s.max0[row + 8]};
+        const float scale0[2] = {s.scale0[row], s.scale0[row + 8]};
+        sum[0] *= scale0[0], sum[1] *= scale0[1];
+        wait_full(even, kRight);
+        rescale(scale0[0], scale0[1]);
+        if (has_odd && needs_masks(odd, tile + 1)) mask(odd, tile + 1);
+        multiply_other(kSecond, even);
+        if (!has_odd) {
+          wgmma_wait<0>();
+          release(even, kRight);
+          break;
+        }
+        softmax(kSecond, before);  // while the tensor cores multiply
+        named_barrier_arrive(3, kConsumerThreads);
+        sum[0] = sum[0] * factor[0] + own_sum[0], sum[1] = sum[1] * factor[1] + own_sum[1];
+        wgmma_wait<0>();
+        hold_registers(o);
+        release(even, kRight);
+        rescale(factor[0], factor[1]);
+        multiply_own(kSecond, odd);
+        wgmma_wait<0>();
+        hold_registers(o);
+        hold_registers(own);
+        release(odd, kRight);
+      }
     }
+    wgmma_wait<0>();
+    hold_registers(o);
+    hold_registers(own);
+    count += tiles;
 
     // ---- results ----
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 1);
       sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 2);
-      if (quad == 0) (kWarpgroup == 0 ? s.sum0 : s.sum1)[row + 8 * half] = sum[half];
+      if (quad == 0) (self == 0 ? s.sum0 : s.sum1)[row + 8 * half] = sum[half];
     }
     named_barrier_sync(1, kConsumerThreads);
     p.place(g, walk.group - 1);  // again, rather than kept through the loop
     const bool complete = walk.first_tile == 0 && walk.last_tile == walk.tiles;
-    auto store = [&](auto half_constant) {
-      constexpr int kRowHalf = decltype(half_constant)::value;
-      const int l = row + 8 * kRowHalf;
-      if (l >= lanes) return;
+    int64_t at[2];  // in elements of the output or of the partial results
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int l = row + 8 * half;
       const float total = s.sum0[l] + s.sum1[l];
       const bool empty = total == 0.0f;
-      const float inverse = empty ? 0.0f : 1.0f / total,
-                  lse = empty ? -INFINITY : (top[kRowHalf] + log2f(total)) * kLn2;
-      const int64_t out_row = g.first_row + (lane0 + l) / p.num_heads;
-      const int head = (lane0 + l) % p.num_heads;
-      const int64_t at = out_row * p.out_row_stride + head * p.out_head_stride + kColumn0 + 2 * quad;
+      inverse[half] = empty ? 0.0f : __fdividef(1.0f, total);
+      const int64_t out_row = g.first_row + s.row_of_lane[l];
+      const int head = lane0 + l - s.row_of_lane[l] * p.num_heads;
       const int64_t index =
           ((2 * int64_t{part} + (walk.first_tile == 0)) * schedule.lane_blocks + lane_block) * kLanes + l;
-      float* partial = p.partial + index * kLatent + kColumn0 + 2 * quad;
-      const bool narrow = complete && p.out_dtype == DType::kBf16;
-      float* wide = complete ? static_cast<float*>(p.out) + at : partial;
-#pragma unroll
-      for (int j = 0; j < kHalf / 8; ++j) {
-        const float x0 = o[4 * j + 2 * kRowHalf] * inverse, x1 = o[4 * j + 2 * kRowHalf + 1] * inverse;
-        if (narrow) *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + at + 8 * j) = pack_bf16(x0, x1);
-        else *reinterpret_cast<float2*>(wide + 8 * j) = {x0, x1};
-      }
-      if (kWarpgroup == 0 && quad == 0) {
+      at[half] =
+          (complete ? out_row * p.out_row_stride + head * p.out_head_stride : index * kLatent) + column0 + 2 * quad;
+      if (self == 0 && quad == 0 && l < lanes) {
+        const float lse = empty ? -INFINITY : (top[half] + __log2f(total)) * kLn2;
         if (!complete) p.partial_lse[index] = lse;
         else if (p.lse != nullptr) p.lse[out_row * p.lse_row_stride + head] = lse;
       }
-    };
-    store(std::integral_constant<int, 0>{});
-    store(std::integral_constant<int, 1>{});
-    if (walk.first_tile == 0 && walk.last_tile < walk.tiles) {
-      cut = walk.group - 1;
-      cut_parts = 1 + (walk.tiles - walk.last_tile + s.payload - 1) / s.payload;
+    }
+#pragma unroll
+    for (int i = 0; i < kHalf / 2; ++i) o[i] *= inverse[i / 2 % 2];
+    const bool real[2] = {row < lanes, row + 8 < lanes};
+    if (complete && p.out_dtype == DType::kBf16) {
+      auto* const out = static_cast<uint16_t*>(p.out);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (real[half])
+#pragma unroll
+          for (int j = 0; j < kHalf / 8; ++j)
+            *reinterpret_cast<uint32_t*>(out + at[half] + 8 * j) =
+                round_to_bf16x2(o[4 * j + 2 * half], o[4 * j + 2 * half + 1]);
+    } else {
+      float* const out = complete ? static_cast<float*>(p.out) : p.partial;
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (real[half])
+#pragma unroll
+          for (int j = 0; j < kHalf / 8; ++j)
+            *reinterpret_cast<float2*>(out + at[half] + 8 * j) = {o[4 * j + 2 * half], o[4 * j + 2 * half + 1]};
+    }
+    if (walk.first_tile == 0) {
+      cut = {walk.group - 1, part, walk.parts(s, part), 0};
+      if (slot_of_group && threadIdx.x == 0 && lane_block == 0) schedule.cuts[walk.group - 1] = cut;
     }
   }
-  if (kWarpgroup == 0 && tid == 0 && lane_block == 0) {
-    schedule.cut_group[part] = cut;
-    schedule.cut_parts[part] = cut_parts;
-  }
+  if (!slot_of_group && threadIdx.x == 0 && lane_block == 0) schedule.cuts[part] = cut;
 }
 
 // Grid: lane blocks x parts, lane blocks fastest, so that blocks that share keys run side by side.
-template <class Problem>
+template <class Problem, bool kPages>
 __global__ void __launch_bounds__(kThreads, 1)
-    absorbed_kernel(const __grid_constant__ Problem p, const Schedule schedule) {
+    absorbed_kernel(const __grid_constant__ Problem p, const Schedule schedule,
+                    const __grid_constant__ CUtensorMap map) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  wait_for_stream();
   extern __shared__ __align__(kAlignment) unsigned char shared[];
   unsigned char* query = shared;
   unsigned char* stages = query + kQueryBytes;
@@ -538,113 +795,213 @@ __global__ void __launch_bounds__(kThreads, 1)
   Shared& s = *reinterpret_cast<Shared*>(shared + kTileBytes);
   const int lane_block = blockIdx.x % schedule.lane_blocks, part = blockIdx.x / schedule.lane_blocks;
   if (threadIdx.x == 0) {
+    if constexpr (kPages) prefetch_map(map);
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&s.full[i], 2 * kProducerThreads);
-      mbarrier_init(&s.empty[i], kConsumerThreads / 32);
+      for (int half = 0; half < 2; ++half) {
+        mbarrier_init(&s.full[i][half], kPages ? 1 : 2 * kProducerThreads);
+        mbarrier_init(&s.empty[i][half], kConsumerThreads / 2 / 32);
+      }
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_mbarrier_init();
     s.first_group = schedule.num_groups;
     s.first_start = 0;
   }
-  __syncthreads();
-  find_part(p, schedule, part, s);
+  wait_for_stream();
   let_next_start();
-  if (threadIdx.x < 128) {
+  find_part(p, schedule, part, s, reinterpret_cast<int*>(weights));
+  if (threadIdx.x < kConsumerThreads) {
     register_increase<kConsumerRegisters>();
-    consume<0>(p, schedule, s, query, stages, weights, part, lane_block);
-  } else if (threadIdx.x < 256) {
-    register_increase<kConsumerRegisters>();
-    consume<1>(p, schedule, s, query, stages, weights, part, lane_block);
+    consume<kPages>(p, schedule, s, query, stages, weights, part, lane_block);
   } else {
     register_decrease<kProducerRegisters>();
-    produce(p, schedule, s, stages, part, lane_block * kLanes);
+    if constexpr (kPages) {
+      if (threadIdx.x < kConsumerThreads + 32) produce_pages(p, schedule, s, stages, part, lane_block * kLanes, map);
+    } else {
+      produce_rows(p, schedule, s, stages, part, lane_block * kLanes);
+    }
   }
 #endif
 }
 
-constexpr int kMaxParts = 256;
-constexpr int kCombineLanes = 4, kWarpsPerLane = 4, kCombineThreads = 32 * kCombineLanes * kWarpsPerLane;
+// ---- merge ------------------------------------------------------------------------------------------------------
 
-/// Merges the parts of the groups that were cut. Grid: parts x lane blocks x (kLanes / kCombineLanes); a block serves
-/// kCombineLanes lanes of the group that begins in its part and goes on behind it, if there is one: kWarpsPerLane warps
-/// take every fourth part each, and their sums are added in order.
+constexpr int kCombineThreads = 512, kCombineWarps = kCombineThreads / 32;
+constexpr int kColumnsAtOnce = 128;                   // of a warp, 16 bytes a thread
+constexpr int kSlices = kLatent / kColumnsAtOnce;     // 4
+constexpr int kFewLanes = 4;                          // lanes of a block where groups have few parts,
+constexpr int kFewWarps = kCombineWarps / kFewLanes;  // and warps of each
+// From so many parts on a block takes 128 columns of one lane, if that is done in so many rounds.
+constexpr int kManyParts = 12, kManyRounds = 2;
+
+struct CombineShared {
+  int4 cuts[kMaxParts];
+  int counts[kCombineWarps], most[kCombineWarps];
+  union {
+    float4 few[kFewLanes][kFewWarps][kSlices][32];
+    struct {
+      float4 sums[kCombineWarps][32];
+      float weight[kMaxParts];  // negative: an empty piece
+      float tops[kCombineWarps], totals[kCombineWarps];
+    } many;
+  };
+};
+
+__device__ inline float larger_or_nan(float a, float b) { return b > a || isnan(b) ? b : a; }
+
+__device__ inline void store_columns(const Common& p, int64_t row, int head, int column, float4 x) {
+  const int64_t at = row * p.out_row_stride + head * p.out_head_stride + column;
+  if (p.out_dtype == DType::kBf16)
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + at) = {pack_bf16(x.x, x.y), pack_bf16(x.z, x.w)};
+  else *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = x;
+}
+
+/// Merges the parts of the groups that were cut, in the order of their keys. Blocks take turns at what there is to do:
+/// four lanes of a group of few parts, or 128 columns of a lane of a group of many.
 template <class Problem>
-__global__ void __launch_bounds__(kCombineThreads)
+__global__ void __launch_bounds__(kCombineThreads, 2)
     combine_kernel(const __grid_constant__ Problem p, const Schedule schedule) {
   wait_for_stream();
   let_next_start();
-  constexpr int kPieces = kLatent / 128;  // a warp reads 128 columns at once
-  static_assert(kPieces == kWarpsPerLane, "a warp finishes 128 columns");
-  __shared__ float weight[kCombineLanes][kMaxParts];
-  __shared__ float4 sums[kCombineLanes][kWarpsPerLane][kPieces][32];
-  constexpr int kBlocksPerPart = kLanes / kCombineLanes;
-  const int first = blockIdx.x / (kBlocksPerPart * schedule.lane_blocks);
-  const int group = schedule.cut_group[first];
-  if (group < 0) return;
-  const int parts = schedule.cut_parts[first];
-  typename Problem::Place g;
-  p.place(g, group);
-  const int warp = threadIdx.x / 32, in_warp = threadIdx.x % 32, slot = warp / kWarpsPerLane,
-            quarter = warp % kWarpsPerLane;
-  const int lane = static_cast<int>(blockIdx.x) % (kBlocksPerPart * schedule.lane_blocks) * kCombineLanes + slot;
-  const bool real = lane < static_cast<int>(g.num_rows) * p.num_heads;
-  auto index_of = [&](int i) {
-    return ((int64_t{2} * (first + i) + (i == 0)) * schedule.lane_blocks + lane / kLanes) * kLanes + lane % kLanes;
-  };
-  float top = -INFINITY;  // every warp of a lane finds it for itself
-  if (real) {
-    for (int i = in_warp; i < parts; i += 32) {
-      const float l = p.partial_lse[index_of(i)];
-      if (quarter == 0) weight[slot][i] = l;
-      top = l > top || isnan(l) ? l : top;
-    }
-  }
-  for (int offset = 16; offset > 0; offset /= 2) {
-    const float other = __shfl_xor_sync(0xffffffffu, top, offset);
-    top = other > top || isnan(other) ? other : top;
-  }
+  __shared__ CombineShared s;
+  const int tid = threadIdx.x, warp = tid / 32, in_warp = tid % 32;
+  // The groups that were cut, in order.
+  int4 own = {-1, 0, 1, 0};
+  if (tid < schedule.num_slots) own = schedule.cuts[tid];
+  const bool is_cut = own.x >= 0 && own.z > 1;
+  const uint32_t votes = __ballot_sync(0xffffffffu, is_cut);
+  const int most_of_warp = __reduce_max_sync(0xffffffffu, is_cut ? own.z : 0);
+  if (in_warp == 0) s.counts[warp] = __popc(votes), s.most[warp] = most_of_warp;
   __syncthreads();
-  float sum = 0.0f;
-  float4 o[kPieces] = {};
-  if (real) {
-    for (int i = 0; i < parts; ++i) {
-      const float l = weight[slot][i];
-      sum += l == -INFINITY ? 0.0f : __expf(l - top);
-    }
-#pragma unroll 2
-    for (int i = quarter; i < parts; i += kWarpsPerLane) {
-      const float l = weight[slot][i];
-      if (l == -INFINITY) continue;  // an empty piece is not read
-      const float w = __expf(l - top);
-      const float4* row = reinterpret_cast<const float4*>(p.partial + index_of(i) * kLatent) + in_warp;
+  int before = 0, num_cuts = 0, most_parts = 0;
+  for (int w = 0; w < kCombineWarps; ++w) {
+    if (w < warp) before += s.counts[w];
+    num_cuts += s.counts[w];
+    most_parts = max(most_parts, s.most[w]);
+  }
+  if (is_cut) s.cuts[before + __popc(votes & ((1u << in_warp) - 1))] = own;
+  __syncthreads();
+  const int lanes = static_cast<int>(p.lanes_per_group());
+  auto index_of = [&](const int4& cut, int i, int lane) {
+    return ((int64_t{2} * (cut.y + i) + (i == 0)) * schedule.lane_blocks + lane / kLanes) * kLanes + lane % kLanes;
+  };
+  auto finish = [&](const int4& cut, int lane, int column, float4 total, float top, float sum) {
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    total.x *= inverse, total.y *= inverse, total.z *= inverse, total.w *= inverse;
+    typename Problem::Place g;
+    p.place(g, cut.x);
+    const int64_t row = g.first_row + lane / p.num_heads;
+    const int head = lane % p.num_heads;
+    store_columns(p, row, head, column, total);
+    if (p.lse != nullptr && column == 0)
+      p.lse[row * p.lse_row_stride + head] = sum == 0.0f ? -INFINITY : top + logf(sum);
+  };
+
+  // There are cuts only where all lanes fit the chip at once: these are small numbers.
+  if (most_parts >= kManyParts && num_cuts * lanes * kSlices <= kManyRounds * static_cast<int>(gridDim.x)) {
+    const int items = num_cuts * lanes * kSlices;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+      const int slice = item % kSlices, lane = item / kSlices % lanes;
+      const int4 cut = s.cuts[item / kSlices / lanes];
+      auto column_of = [&](int i) {
+        return reinterpret_cast<const float4*>(p.partial + index_of(cut, i, lane) * kLatent + slice * kColumnsAtOnce) +
+               in_warp;
+      };
+      constexpr int kAhead = 8;  // loads under way while the weights are found: all of them up to 128 parts
+      float4 x[kAhead];
 #pragma unroll
-      for (int c = 0; c < kPieces; ++c) {
-        const float4 x = row[32 * c];
-        o[c].x = fmaf(w, x.x, o[c].x), o[c].y = fmaf(w, x.y, o[c].y), o[c].z = fmaf(w, x.z, o[c].z),
-        o[c].w = fmaf(w, x.w, o[c].w);
+      for (int j = 0; j < kAhead; ++j) {
+        const int i = warp + j * kCombineWarps;
+        x[j] = i < cut.z ? *column_of(i) : float4{0, 0, 0, 0};
+      }
+      const float l = tid < cut.z ? p.partial_lse[index_of(cut, tid, lane)] : -INFINITY;
+      float top = l;
+      for (int offset = 16; offset > 0; offset /= 2)
+        top = larger_or_nan(top, __shfl_xor_sync(0xffffffffu, top, offset));
+      if (in_warp == 0) s.many.tops[warp] = top;
+      __syncthreads();
+      for (int w = 0; w < kCombineWarps; ++w) top = larger_or_nan(top, s.many.tops[w]);
+      const float weight = l == -INFINITY ? 0.0f : __expf(l - top);
+      float sum = weight;
+      for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+      if (in_warp == 0) s.many.totals[warp] = sum;
+      if (tid < cut.z) s.many.weight[tid] = l == -INFINITY ? -1.0f : weight;
+      __syncthreads();
+      sum = 0.0f;
+      for (int w = 0; w < kCombineWarps; ++w) sum += s.many.totals[w];
+      float4 o{0, 0, 0, 0};
+      auto add = [&](float w, const float4& v) {
+        if (w < 0.0f) return;
+        o.x = fmaf(w, v.x, o.x), o.y = fmaf(w, v.y, o.y), o.z = fmaf(w, v.z, o.z), o.w = fmaf(w, v.w, o.w);
+      };
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int i = warp + j * kCombineWarps;
+        if (i < cut.z) add(s.many.weight[i], x[j]);
+      }
+      for (int i = warp + kAhead * kCombineWarps; i < cut.z; i += kCombineWarps) add(s.many.weight[i], *column_of(i));
+      s.many.sums[warp][in_warp] = o;
+      __syncthreads();
+      if (warp == 0) {
+        float4 total = s.many.sums[0][in_warp];
+        for (int w = 1; w < kCombineWarps; ++w) {
+          const float4 v = s.many.sums[w][in_warp];
+          total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+        }
+        finish(cut, lane, slice * kColumnsAtOnce + 4 * in_warp, total, top, sum);
+      }
+      __syncthreads();
+    }
+    return;
+  }
+
+  const int lane_groups = (lanes + kFewLanes - 1) / kFewLanes;
+  const int items = num_cuts * lane_groups;
+  const int slot = warp / kFewWarps, quarter = warp % kFewWarps;
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const int4 cut = s.cuts[item / lane_groups];
+    const int lane = item % lane_groups * kFewLanes + slot;
+    const bool real = lane < lanes;
+    auto lse_of = [&](int i) { return real && i < cut.z ? p.partial_lse[index_of(cut, i, lane)] : -INFINITY; };
+    const float first = lse_of(in_warp);
+    float top = first;
+    for (int i = in_warp + 32; i < cut.z; i += 32) top = larger_or_nan(top, lse_of(i));
+    for (int offset = 16; offset > 0; offset /= 2) top = larger_or_nan(top, __shfl_xor_sync(0xffffffffu, top, offset));
+    float sum = 0.0f;
+    float4 o[kSlices] = {};
+#pragma unroll 1
+    for (int base = 0; base < cut.z; base += 32) {
+      const float l = base == 0 ? first : lse_of(base + in_warp);
+      const float weight = l == -INFINITY ? 0.0f : __expf(l - top);
+      float part_sum = weight;
+      for (int offset = 16; offset > 0; offset /= 2) part_sum += __shfl_xor_sync(0xffffffffu, part_sum, offset);
+      sum += part_sum;
+#pragma unroll 2
+      for (int i = quarter; i < min(32, cut.z - base); i += kFewWarps) {
+        const float w = __shfl_sync(0xffffffffu, weight, i);
+        if (__shfl_sync(0xffffffffu, l, i) == -INFINITY) continue;  // an empty piece, or no such lane
+        const float4* row =
+            reinterpret_cast<const float4*>(p.partial + index_of(cut, base + i, lane) * kLatent) + in_warp;
+#pragma unroll
+        for (int c = 0; c < kSlices; ++c) {
+          const float4 v = row[32 * c];
+          o[c].x = fmaf(w, v.x, o[c].x), o[c].y = fmaf(w, v.y, o[c].y), o[c].z = fmaf(w, v.z, o[c].z),
+          o[c].w = fmaf(w, v.w, o[c].w);
+        }
       }
     }
-  }
 #pragma unroll
-  for (int c = 0; c < kPieces; ++c) sums[slot][quarter][c][in_warp] = o[c];
-  __syncthreads();
-  if (!real) return;
-  float4 total = sums[slot][0][quarter][in_warp];
-  for (int w = 1; w < kWarpsPerLane; ++w) {
-    const float4 x = sums[slot][w][quarter][in_warp];
-    total.x += x.x, total.y += x.y, total.z += x.z, total.w += x.w;
+    for (int c = 0; c < kSlices; ++c) s.few[slot][quarter][c][in_warp] = o[c];
+    __syncthreads();
+    if (real) {
+      float4 total = s.few[slot][0][quarter][in_warp];
+      for (int w = 1; w < kFewWarps; ++w) {
+        const float4 v = s.few[slot][w][quarter][in_warp];
+        total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+      }
+      finish(cut, lane, quarter * kColumnsAtOnce + 4 * in_warp, total, top, sum);
+    }
+    __syncthreads();
   }
-  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-  total.x *= inverse, total.y *= inverse, total.z *= inverse, total.w *= inverse;
-  const int64_t row = g.first_row + lane / p.num_heads;
-  const int head = lane % p.num_heads;
-  const int64_t at = row * p.out_row_stride + head * p.out_head_stride + 128 * quarter + 4 * in_warp;
-  if (p.out_dtype == DType::kBf16)
-    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + at) = {pack_bf16(total.x, total.y),
-                                                                     pack_bf16(total.z, total.w)};
-  else *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = total;
-  if (p.lse != nullptr && quarter == 0 && in_warp == 0)
-    p.lse[row * p.lse_row_stride + head] = sum == 0.0f ? -INFINITY : top + logf(sum);
 }
 
 }  // namespace sm90
