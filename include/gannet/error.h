@@ -1,7 +1,7 @@
 // Errors. The library throws one exception type and never prints and never aborts.
 //
 // A text names the function in brackets, the value given, what is accepted and, where it helps, what to do:
-//   [mla_decode] page_size is 48; accepted: 32 or 64 (backend mla)
+//   [mla config] page_size is 48; accepted: 32 or 64
 //
 // Thread safety: an Error is an ordinary value.
 #pragma once

@@ -11,7 +11,7 @@
 // index pages, pages in the order given, without gaps. So the part of layer l begins at exported_bytes of the layers
 // before it, and one layer exported by itself is the same bytes.
 //
-// Errors: kInvalidArgument for caches outside their contract, pages or slots outside a pool, a buffer of another size;
+// Errors: kInvalidArgument for caches outside their contract, pages or slots outside a pool, a buffer of another size.
 // All checks come first: where they throw, nothing has been copied. Caches may lie on CUDA devices (the buffer is host
 // memory, pinned for speed): copies are made in the order of `stream`, one for each page of a cache, and when a
 // function returns they are done. Thread safety: reads and writes the bytes that it is about, and no others.

@@ -6,8 +6,8 @@
 //   - lengths count this step's tokens; a row without keys gives output 0 and LSE -inf;
 //   - bytes outside the mask, NaN included, never reach a result;
 //   - slots are page * page_size + offset; a negative write location skips the row;
-//   - the result of a row is a function of that row's bytes alone: not of its neighbours, of the order of pages or of
-//     the number of workers, bit for bit;
+//   - the result of a row is a function of its bytes alone (where ImplInfo::batch_invariant; else of the shapes and
+//     lengths of the call too): not of its neighbours, the order of pages or the number of workers, bit for bit;
 //   - every stride is honoured; the last dimension is contiguous; empty problems return at once;
 //   - fp16 is refused by name;
 //   - base pointers, strides of rows and heads, and page strides are multiples of 16 bytes; but integer tensors, lse,
