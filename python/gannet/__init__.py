@@ -40,6 +40,7 @@ from ._ops import (
     index_k_write,
     index_logits,
     index_select,
+    last_impl,
     latent_gather,
     latent_write,
     merge_state,

@@ -19,6 +19,7 @@ from . import _core
 from ._arrays import empty as _empty, wide as _wide
 
 _default_context = None
+_last_impls = {}
 
 
 def default_context():
@@ -33,6 +34,11 @@ def set_default_context(context):
     """Replaces the context of calls that give none, for example by one of fewer threads."""
     global _default_context
     _default_context = context
+
+
+def last_impl(op):
+    """Name of the implementation that the latest call of an operation ran on, by function or name; None before the first."""
+    return _last_impls.get(op if isinstance(op, str) else op.__name__)
 
 
 class Plan:
@@ -83,7 +89,7 @@ def _call(name, args, impl, batch_invariant, stream, workspace, context, run):
     if run is not None:
         run(stream, workspace, args)
         return
-    getattr(_core, name)(
+    _last_impls[name] = getattr(_core, name)(
         context or _default_context or default_context(), impl, batch_invariant, stream, workspace, args
     )
 
