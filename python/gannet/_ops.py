@@ -534,7 +534,7 @@ def sparse_attention(
 
 
 def hadamard(x, *, out=None, context=None):
-    """The Walsh-Hadamard rotation of the last dimension n (a power of two), times n^-0.5; fp32 or bf16 in host memory.
+    """The Walsh-Hadamard rotation of the last dimension n (a power of two), times n^-0.5; fp32 or bf16.
 
     In place unless `out` is given. Returns the result. Its own inverse.
     """

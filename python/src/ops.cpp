@@ -210,6 +210,16 @@ Device device_of(const P& p) {
   return d;
 }
 
+/// Runs a plan on a CUDA device over scratch of PyTorch's allocator, which goes in the order of its stream and may be
+/// captured into a graph.
+template <class P>
+void run_with_torch_scratch(const OpPlan<P>& plan, Reader& reader, const P& p, Stream s) {
+  const nb::object scratch = reader.torch_scratch(plan.workspace_bytes());
+  const std::span<std::byte> workspace = span_of(P::kName, reader.tensor(scratch, "workspace"));
+  nb::gil_scoped_release release;
+  plan.run(p, workspace, s);
+}
+
 /// Plans, or finds the plan, and runs. Returns the name of the implementation.
 template <class P>
 const char* run_now(PyContext& context, const std::string& impl, bool batch_invariant, nb::handle stream,
@@ -217,15 +227,25 @@ const char* run_now(PyContext& context, const std::string& impl, bool batch_inva
   Reader reader(P::kName);
   Args a(reader, args);
   const P p = read<P>(a);
+  const bool of_torch = workspace.is_none() && stream.is_none() && reader.on_torch_device();
   const TensorView given = reader.optional(workspace, "workspace", Access::kWrite);
   const Stream s = stream.is_none() ? reader.current_stream() : stream_of(stream);
   const PlanOptions options{impl, batch_invariant};
-  // The GIL goes first: whoever has the mutex never waits for it.
-  nb::gil_scoped_release release;
-  const std::lock_guard lock(context.mutex());
-  const OpPlan<P>& plan = context.plans<P>().plan(context.context(), p, options);
-  plan.run(p, given.given() ? span_of(P::kName, given) : context.scratch(device_of(p), s, plan.workspace_bytes()), s);
-  return plan.impl();
+  std::optional<OpPlan<P>> copy;
+  {
+    // The GIL goes first: whoever has the mutex never waits for it.
+    nb::gil_scoped_release release;
+    const std::lock_guard lock(context.mutex());
+    const OpPlan<P>& plan = context.plans<P>().plan(context.context(), p, options);
+    if (!of_torch || plan.workspace_bytes() == 0) {
+      plan.run(p, given.given() ? span_of(P::kName, given) : context.scratch(device_of(p), s, plan.workspace_bytes()),
+               s);
+      return plan.impl();
+    }
+    copy.emplace(plan);  // others may push it out meanwhile
+  }
+  run_with_torch_scratch(*copy, reader, p, s);
+  return copy->impl();
 }
 
 template <class P>
@@ -238,8 +258,10 @@ struct PyPlan {
     Reader reader(P::kName);
     Args a(reader, args);
     const P p = read<P>(a);
+    const bool of_torch = workspace.is_none() && stream.is_none() && reader.on_torch_device();
     const TensorView given = reader.optional(workspace, "workspace", Access::kWrite);
     const Stream s = stream.is_none() ? reader.current_stream() : stream_of(stream);
+    if (of_torch && plan.workspace_bytes() > 0) return run_with_torch_scratch(plan, reader, p, s);
     nb::gil_scoped_release release;
     const std::lock_guard lock(context->mutex());
     plan.run(p, given.given() ? span_of(P::kName, given) : context->scratch(device_of(p), s, plan.workspace_bytes()),
@@ -293,9 +315,10 @@ void bind_ops(nb::module_& m) {
   m.def("hadamard", [](PyContext& context, nb::handle from, nb::handle to) {
     Reader reader("hadamard");
     const TensorView f = reader.tensor(from, "x"), t = reader.tensor(to, "out", Access::kWrite);
+    const Stream s = reader.current_stream();
     nb::gil_scoped_release release;
     const std::lock_guard lock(context.mutex());
-    hadamard(context.context(), f, t);
+    hadamard(context.context(), f, t, s);
   });
   m.def("implementations", [] {
     nb::list all;

@@ -114,6 +114,7 @@ bool Reader::from_exchange(nb::handle object, const char* name, TensorView& v) {
   if (v.device.kind == DeviceKind::kCuda && stream_of_ == StreamOf::kNobody) {
     stream_of_ = StreamOf::kExchange;
     exchange_ = api;
+    torch_ = nb::hasattr(object, "data_ptr");
   }
   return true;
 }
@@ -131,7 +132,10 @@ bool Reader::from_torch(nb::handle object, const char* name, TensorView& v) {
   v.dtype = *known;
   if (device == "cuda") {
     v.device = {DeviceKind::kCuda, nb::cast<int>(object.attr("device").attr("index"))};
-    if (stream_of_ == StreamOf::kNobody) stream_of_ = StreamOf::kTorch;
+    if (stream_of_ == StreamOf::kNobody) {
+      stream_of_ = StreamOf::kTorch;
+      torch_ = true;
+    }
   }
   v.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(object.attr("data_ptr")()));
   const nb::object shape = object.attr("shape"), stride = object.attr("stride")();
@@ -269,6 +273,12 @@ Stream Reader::current_stream() const {
     case StreamOf::kNobody: break;
   }
   return {};
+}
+
+nb::object Reader::torch_scratch(size_t bytes) const {
+  const nb::module_ torch = nb::module_::import_("torch");
+  const nb::object device = torch.attr("device")("cuda", device_.index);
+  return torch.attr("empty")(bytes, nb::arg("dtype") = torch.attr("uint8"), nb::arg("device") = device);
 }
 
 Stream stream_of(nb::handle object) {

@@ -36,7 +36,10 @@ class Reader {
   const char* function() const noexcept { return function_; }
   /// The stream that the framework of the first tensor on a CUDA device is working on; nothing without such a tensor.
   gannet::Stream current_stream() const;
-  gannet::Device device() const noexcept { return device_; }
+  /// That tensor is PyTorch's.
+  bool on_torch_device() const noexcept { return on_device_ && torch_; }
+  /// Bytes of PyTorch's allocator beside it: a uint8 tensor.
+  nb::object torch_scratch(size_t bytes) const;
 
  private:
   bool from_exchange(nb::handle object, const char* name, gannet::TensorView& v);
@@ -50,6 +53,7 @@ class Reader {
   const char* function_;
   gannet::Device device_{};
   bool on_device_ = false;
+  bool torch_ = false;
   enum class StreamOf : uint8_t { kNobody, kExchange, kTorch, kCupy } stream_of_ = StreamOf::kNobody;
   const dlpack::ExchangeApi* exchange_ = nullptr;
   std::vector<nb::object> capsules_;
