@@ -15,14 +15,19 @@ Errors: InvalidArgumentError (a ValueError) for arguments outside the contract, 
 where no implementation takes them, TypeError for what is no tensor. docs/semantics.md is the contract.
 """
 
+from typing import Any
+
 from . import _core
+from ._core import Context, IndexCache, LatentCache, Pages, PageTable
 from ._arrays import empty as _empty, wide as _wide
+
+Tensor = Any  # of PyTorch, NumPy, CuPy, or another that speaks DLPack
 
 _default_context = None
 _last_impls = {}
 
 
-def default_context():
+def default_context() -> Context:
     """The context of calls that give none: as many threads as the process may run on. Made at the first call."""
     global _default_context
     if _default_context is None:
@@ -30,7 +35,7 @@ def default_context():
     return _default_context
 
 
-def set_default_context(context):
+def set_default_context(context: Context | None) -> None:
     """Replaces the context of calls that give none, for example by one of fewer threads."""
     global _default_context
     _default_context = context
@@ -114,8 +119,18 @@ def _latent(cache, function):
 
 
 def latent_write(
-    latent, rope, slots, cache, *, impl="", batch_invariant=False, stream=None, workspace=None, context=None, _run=None
-):
+    latent: Tensor,
+    rope: Tensor,
+    slots: Tensor,
+    cache: LatentCache,
+    *,
+    impl: str = "",
+    batch_invariant: bool = False,
+    stream: Any = None,
+    workspace: Tensor | None = None,
+    context: Context | None = None,
+    _run: Any = None,
+) -> None:
     """Scatters latent rows: cache[slots[t]] = [latent[t] | rope[t]], converted to the cache's format (e4m3 saturates).
 
     latent: fp32 or bf16 [rows, R], the normalised kv_a. rope: same dtype [rows, P], the rotated k_pe. slots: int32 or int64
@@ -125,19 +140,19 @@ def latent_write(
 
 
 def latent_gather(
-    slots,
-    cache,
+    slots: Tensor,
+    cache: LatentCache,
     *,
-    latent=None,
-    rope=None,
-    dtype="bfloat16",
-    impl="",
-    batch_invariant=False,
-    stream=None,
-    workspace=None,
-    context=None,
-    _run=None,
-):
+    latent: Tensor | None = None,
+    rope: Tensor | None = None,
+    dtype: str = "bfloat16",
+    impl: str = "",
+    batch_invariant: bool = False,
+    stream: Any = None,
+    workspace: Tensor | None = None,
+    context: Context | None = None,
+    _run: Any = None,
+) -> tuple[Tensor, Tensor]:
     """Gathers and dequantises latent rows; a negative slot gives zeros. Returns (latent [rows, R], rope [rows, P]).
 
     slots: int32 or int64 [rows]. latent, rope: outputs, fp32 or bf16; made with `dtype` where not given.
@@ -152,18 +167,18 @@ def latent_gather(
 
 
 def index_k_write(
-    k,
-    slots,
-    cache,
+    k: Tensor,
+    slots: Tensor,
+    cache: IndexCache,
     *,
-    hadamard=False,
-    impl="",
-    batch_invariant=False,
-    stream=None,
-    workspace=None,
-    context=None,
-    _run=None,
-):
+    hadamard: bool = False,
+    impl: str = "",
+    batch_invariant: bool = False,
+    stream: Any = None,
+    workspace: Tensor | None = None,
+    context: Context | None = None,
+    _run: Any = None,
+) -> None:
     """Quantises index keys to the cache's format and scatters them.
 
     k: fp32 or bf16 [rows, head_dim], rotated by RoPE. slots: int32 or int64 [rows]; a negative one skips the row.
@@ -173,19 +188,19 @@ def index_k_write(
 
 
 def index_k_gather(
-    slots,
-    cache,
+    slots: Tensor,
+    cache: IndexCache,
     *,
-    k=None,
-    dtype="bfloat16",
-    hadamard=False,
-    impl="",
-    batch_invariant=False,
-    stream=None,
-    workspace=None,
-    context=None,
-    _run=None,
-):
+    k: Tensor | None = None,
+    dtype: str = "bfloat16",
+    hadamard: bool = False,
+    impl: str = "",
+    batch_invariant: bool = False,
+    stream: Any = None,
+    workspace: Tensor | None = None,
+    context: Context | None = None,
+    _run: Any = None,
+) -> Tensor:
     """Gathers and dequantises index keys; a negative slot gives zeros. Returns k, fp32 or bf16 [rows, head_dim]."""
     if k is None:
         k = _empty(slots, (slots.shape[0], cache.head_dim), dtype)
@@ -194,19 +209,19 @@ def index_k_gather(
 
 
 def rope(
-    x,
-    positions,
-    cos_sin,
+    x: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
     *,
-    offset=0,
-    pairing="interleaved",
-    impl="",
-    batch_invariant=False,
-    stream=None,
-    workspace=None,
-    context=None,
-    _run=None,
-):
+    offset: int = 0,
+    pairing: str = "interleaved",
+    impl: str = "",
+    batch_invariant: bool = False,
+    stream: Any = None,
+    workspace: Tensor | None = None,
+    context: Context | None = None,
+    _run: Any = None,
+) -> Tensor:
     """Rotates x[..., offset : offset + P] in place: (a, b) -> (a c - b s, b c + a s). Returns x.
 
     x: fp32 or bf16 [rows, heads, width]. positions: int32 [rows]. cos_sin: fp32 [max_positions, P], P/2 cosines, then P/2
@@ -218,25 +233,25 @@ def rope(
 
 
 def ragged_prefill(
-    q,
-    k,
-    v,
-    cu_q_lens,
-    cu_kv_lens,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q_lens: Tensor,
+    cu_kv_lens: Tensor,
     *,
-    softmax_scale,
-    causal=True,
-    k_rope=None,
-    out=None,
-    lse=None,
-    return_lse=False,
-    impl="",
-    batch_invariant=False,
-    stream=None,
-    workspace=None,
-    context=None,
-    _run=None,
-):
+    softmax_scale: float,
+    causal: bool = True,
+    k_rope: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    impl: str = "",
+    batch_invariant: bool = False,
+    stream: Any = None,
+    workspace: Tensor | None = None,
+    context: Context | None = None,
+    _run: Any = None,
+) -> Any:
     """Attention in the expanded form over ragged batches. Query a of a request of nq sees key b of nk iff not causal or
     b <= a + (nk - nq).
 
@@ -263,21 +278,21 @@ def ragged_prefill(
 
 
 def merge_state(
-    out_a,
-    lse_a,
-    out_b,
-    lse_b,
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
     *,
-    count_a=None,
-    count_b=None,
-    base="e",
-    impl="",
-    batch_invariant=False,
-    stream=None,
-    workspace=None,
-    context=None,
-    _run=None,
-):
+    count_a: Tensor | None = None,
+    count_b: Tensor | None = None,
+    base: str = "e",
+    impl: str = "",
+    batch_invariant: bool = False,
+    stream: Any = None,
+    workspace: Tensor | None = None,
+    context: Context | None = None,
+    _run: Any = None,
+) -> tuple[Tensor, Tensor]:
     """Merges two partial attention results in place into side a. Returns (out_a, lse_a).
 
     out_a, out_b: fp32 or bf16 [rows, H, D]. lse_a, lse_b: fp32 [rows, H], logarithms to `base` "e" or "2". An empty side (lse
@@ -297,28 +312,28 @@ def merge_state(
 
 
 def mla_decode(
-    q,
-    cache,
-    pages,
-    seq_lens,
+    q: Tensor,
+    cache: LatentCache,
+    pages: Tensor | Pages | PageTable | tuple[Tensor, Tensor],
+    seq_lens: Tensor,
     *,
-    softmax_scale,
-    q_len=1,
-    cu_q_lens=None,
-    bound="causal_full",
-    q_scale=1.0,
-    attn_sink=None,
-    out=None,
-    lse=None,
-    max_logits=None,
-    return_lse=False,
-    impl="",
-    batch_invariant=False,
-    stream=None,
-    workspace=None,
-    context=None,
-    _run=None,
-):
+    softmax_scale: float,
+    q_len: int = 1,
+    cu_q_lens: Tensor | None = None,
+    bound: str = "causal_full",
+    q_scale: float = 1.0,
+    attn_sink: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    max_logits: Tensor | None = None,
+    return_lse: bool = False,
+    impl: str = "",
+    batch_invariant: bool = False,
+    stream: Any = None,
+    workspace: Tensor | None = None,
+    context: Context | None = None,
+    _run: Any = None,
+) -> Any:
     """Absorbed ("MQA") attention over the paged latent cache: decode, speculative verify, any ragged rows.
 
     q: fp32, bf16, or e4m3 (then times q_scale) [rows, H, R + P], the absorbed query [Wk^T q_nope | rotated q_pe].
@@ -351,25 +366,25 @@ def mla_decode(
 
 
 def index_logits(
-    q,
-    weights,
-    cache,
-    pages,
-    seq_lens,
+    q: Tensor,
+    weights: Tensor,
+    cache: IndexCache,
+    pages: Tensor | Pages | PageTable | tuple[Tensor, Tensor],
+    seq_lens: Tensor,
     *,
-    q_len=1,
-    cu_q_lens=None,
-    bound="causal_full",
-    logits=None,
-    max_keys=None,
-    hadamard=False,
-    impl="",
-    batch_invariant=False,
-    stream=None,
-    workspace=None,
-    context=None,
-    _run=None,
-):
+    q_len: int = 1,
+    cu_q_lens: Tensor | None = None,
+    bound: str = "causal_full",
+    logits: Tensor | None = None,
+    max_keys: int | None = None,
+    hadamard: bool = False,
+    impl: str = "",
+    batch_invariant: bool = False,
+    stream: Any = None,
+    workspace: Tensor | None = None,
+    context: Context | None = None,
+    _run: Any = None,
+) -> Tensor:
     """Indexer scores: logits[t, s] = sum over heads of weights[t, h] * relu(q[t, h] . k[s]) for the keys s that row t sees.
 
     q: fp32, bf16 or e4m3 [rows, heads, head_dim], rotated. weights: fp32 [rows, heads], with head_dim^-0.5, heads^-0.5 and the
@@ -395,19 +410,19 @@ def index_logits(
 
 
 def topk(
-    logits,
-    lens,
-    k=None,
+    logits: Tensor,
+    lens: Tensor,
+    k: int | None = None,
     *,
-    positions=None,
-    counts=None,
-    impl="",
-    batch_invariant=False,
-    stream=None,
-    workspace=None,
-    context=None,
-    _run=None,
-):
+    positions: Tensor | None = None,
+    counts: Tensor | None = None,
+    impl: str = "",
+    batch_invariant: bool = False,
+    stream: Any = None,
+    workspace: Tensor | None = None,
+    context: Context | None = None,
+    _run: Any = None,
+) -> tuple[Tensor, Tensor]:
     """Exact top-k of each row: NaN lowest, the smaller position first among equals. Returns (positions, counts).
 
     logits: fp32 or bf16 [rows, columns]. lens: int32 [rows], the leading columns that count. positions: int32 [rows, k],
@@ -425,29 +440,29 @@ def topk(
 
 
 def index_select(
-    q,
-    weights,
-    cache,
-    pages,
-    seq_lens,
-    k=None,
+    q: Tensor,
+    weights: Tensor,
+    cache: IndexCache,
+    pages: Tensor | Pages | PageTable | tuple[Tensor, Tensor],
+    seq_lens: Tensor,
+    k: int | None = None,
     *,
-    max_seq_len,
-    q_len=1,
-    cu_q_lens=None,
-    bound="causal_full",
-    topk_slots=None,
-    topk_lens=None,
-    topk_positions=None,
-    return_positions=False,
-    hadamard=False,
-    impl="",
-    batch_invariant=False,
-    stream=None,
-    workspace=None,
-    context=None,
-    _run=None,
-):
+    max_seq_len: int,
+    q_len: int = 1,
+    cu_q_lens: Tensor | None = None,
+    bound: str = "causal_full",
+    topk_slots: Tensor | None = None,
+    topk_lens: Tensor | None = None,
+    topk_positions: Tensor | None = None,
+    return_positions: bool = False,
+    hadamard: bool = False,
+    impl: str = "",
+    batch_invariant: bool = False,
+    stream: Any = None,
+    workspace: Tensor | None = None,
+    context: Context | None = None,
+    _run: Any = None,
+) -> Any:
     """Index logits, top-k and the translation to slots in one pass with bounded memory.
 
     Arguments as of index_logits; max_seq_len: no row sees more keys (it sizes the workspace). Returns (topk_slots int32
@@ -490,25 +505,25 @@ def index_select(
 
 
 def sparse_attention(
-    q,
-    cache,
-    topk_slots,
-    topk_lens=None,
+    q: Tensor,
+    cache: LatentCache,
+    topk_slots: Tensor,
+    topk_lens: Tensor | None = None,
     *,
-    softmax_scale,
-    q_scale=1.0,
-    attn_sink=None,
-    out=None,
-    lse=None,
-    max_logits=None,
-    return_lse=False,
-    impl="",
-    batch_invariant=False,
-    stream=None,
-    workspace=None,
-    context=None,
-    _run=None,
-):
+    softmax_scale: float,
+    q_scale: float = 1.0,
+    attn_sink: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    max_logits: Tensor | None = None,
+    return_lse: bool = False,
+    impl: str = "",
+    batch_invariant: bool = False,
+    stream: Any = None,
+    workspace: Tensor | None = None,
+    context: Context | None = None,
+    _run: Any = None,
+) -> Any:
     """Absorbed attention of each row over its list of slots.
 
     topk_slots: int32 [rows, k]; an entry counts iff 0 <= slot < cache.num_slots and its column is below topk_lens (int32
@@ -533,7 +548,7 @@ def sparse_attention(
     return (out, lse) if return_lse else out
 
 
-def hadamard(x, *, out=None, context=None):
+def hadamard(x: Tensor, *, out: Tensor | None = None, context: Context | None = None) -> Tensor:
     """The Walsh-Hadamard rotation of the last dimension n (a power of two), times n^-0.5; fp32 or bf16.
 
     In place unless `out` is given. Returns the result. Its own inverse.

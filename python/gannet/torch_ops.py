@@ -17,7 +17,7 @@ import torch
 
 from . import _core, _ops
 
-_LATENT = 'str? format=None, int? page_size=None, int latent_dim=512, int rope_dim=64, float scale=0.0'
+_LATENT = "str? format=None, int? page_size=None, int latent_dim=512, int rope_dim=64, float scale=0.0"
 _INDEX = 'str? format=None, int? page_size=None, int head_dim=128, str scale_format="fp32", bool hadamard=False'
 _ROWS = 'int q_len=1, Tensor? cu_q_lens=None, str bound="causal_full"'
 
@@ -28,16 +28,16 @@ SIGNATURES = {
     "index_k_gather": f"(Tensor slots, Tensor cache, ScalarType dtype, {_INDEX}) -> Tensor",
     "rope_": '(Tensor(a!) x, Tensor positions, Tensor cos_sin, int offset=0, str pairing="interleaved") -> ()',
     "ragged_prefill": "(Tensor q, Tensor k, Tensor v, Tensor cu_q_lens, Tensor cu_kv_lens, float softmax_scale, bool causal=True, "
-                      "Tensor? k_rope=None) -> (Tensor, Tensor)",
+    "Tensor? k_rope=None) -> (Tensor, Tensor)",
     "merge_state": '(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, str base="e") -> (Tensor, Tensor)',
     "mla_decode": f"(Tensor q, Tensor cache, Tensor pages, Tensor seq_lens, float softmax_scale, {_ROWS}, float q_scale=1.0, "
-                  f"Tensor? attn_sink=None, {_LATENT}) -> (Tensor, Tensor)",
+    f"Tensor? attn_sink=None, {_LATENT}) -> (Tensor, Tensor)",
     "sparse_attention": "(Tensor q, Tensor cache, Tensor topk_slots, Tensor? topk_lens, float softmax_scale, float q_scale=1.0, "
-                        f"Tensor? attn_sink=None, {_LATENT}) -> (Tensor, Tensor)",
+    f"Tensor? attn_sink=None, {_LATENT}) -> (Tensor, Tensor)",
     "index_logits": f"(Tensor q, Tensor weights, Tensor cache, Tensor pages, Tensor seq_lens, SymInt max_keys, {_ROWS}, {_INDEX}) -> Tensor",
     "topk": "(Tensor logits, Tensor lens, SymInt k) -> (Tensor, Tensor)",
     "index_select": "(Tensor q, Tensor weights, Tensor cache, Tensor pages, Tensor seq_lens, SymInt k, SymInt max_seq_len, "
-                    f"{_ROWS}, {_INDEX}) -> (Tensor, Tensor)",
+    f"{_ROWS}, {_INDEX}) -> (Tensor, Tensor)",
 }
 
 _library = torch.library.Library("gannet", "DEF")
@@ -51,11 +51,15 @@ def _define(name, run, fake):
 
 
 def _latent(cache, format, page_size, latent_dim, rope_dim, scale):
-    return _core.LatentCache(cache, format=format, page_size=page_size, latent_dim=latent_dim, rope_dim=rope_dim, scale=scale)
+    return _core.LatentCache(
+        cache, format=format, page_size=page_size, latent_dim=latent_dim, rope_dim=rope_dim, scale=scale
+    )
 
 
 def _index(cache, format, page_size, head_dim, scale_format, hadamard):
-    return _core.IndexCache(cache, format=format, page_size=page_size, head_dim=head_dim, scale_format=scale_format, hadamard=hadamard)
+    return _core.IndexCache(
+        cache, format=format, page_size=page_size, head_dim=head_dim, scale_format=scale_format, hadamard=hadamard
+    )
 
 
 def _wide(dtype):
@@ -72,7 +76,9 @@ def _latent_write(latent, rope, slots, cache, format=None, page_size=None, laten
 
 def _latent_gather(slots, cache, dtype, format=None, page_size=None, latent_dim=512, rope_dim=64, scale=0.0):
     out = _latent_gather_fake(slots, cache, dtype, latent_dim=latent_dim, rope_dim=rope_dim)
-    return _ops.latent_gather(slots, _latent(cache, format, page_size, latent_dim, rope_dim, scale), latent=out[0], rope=out[1])
+    return _ops.latent_gather(
+        slots, _latent(cache, format, page_size, latent_dim, rope_dim, scale), latent=out[0], rope=out[1]
+    )
 
 
 def _latent_gather_fake(slots, cache, dtype, format=None, page_size=None, latent_dim=512, rope_dim=64, scale=0.0):
@@ -83,12 +89,18 @@ def _index_k_write(k, slots, cache, format=None, page_size=None, head_dim=128, s
     _ops.index_k_write(k, slots, _index(cache, format, page_size, head_dim, scale_format, hadamard), hadamard=hadamard)
 
 
-def _index_k_gather(slots, cache, dtype, format=None, page_size=None, head_dim=128, scale_format="fp32", hadamard=False):
+def _index_k_gather(
+    slots, cache, dtype, format=None, page_size=None, head_dim=128, scale_format="fp32", hadamard=False
+):
     k = _index_k_gather_fake(slots, cache, dtype, head_dim=head_dim)
-    return _ops.index_k_gather(slots, _index(cache, format, page_size, head_dim, scale_format, hadamard), k=k, hadamard=hadamard)
+    return _ops.index_k_gather(
+        slots, _index(cache, format, page_size, head_dim, scale_format, hadamard), k=k, hadamard=hadamard
+    )
 
 
-def _index_k_gather_fake(slots, cache, dtype, format=None, page_size=None, head_dim=128, scale_format="fp32", hadamard=False):
+def _index_k_gather_fake(
+    slots, cache, dtype, format=None, page_size=None, head_dim=128, scale_format="fp32", hadamard=False
+):
     return cache.new_empty(slots.shape[0], head_dim, dtype=dtype)
 
 
@@ -97,7 +109,9 @@ def _rope_(x, positions, cos_sin, offset=0, pairing="interleaved"):
 
 
 def _ragged_prefill(q, k, v, cu_q_lens, cu_kv_lens, softmax_scale, causal=True, k_rope=None):
-    return _ops.ragged_prefill(q, k, v, cu_q_lens, cu_kv_lens, softmax_scale=softmax_scale, causal=causal, k_rope=k_rope, return_lse=True)
+    return _ops.ragged_prefill(
+        q, k, v, cu_q_lens, cu_kv_lens, softmax_scale=softmax_scale, causal=causal, k_rope=k_rope, return_lse=True
+    )
 
 
 def _ragged_prefill_fake(q, k, v, cu_q_lens, cu_kv_lens, softmax_scale, causal=True, k_rope=None):
@@ -105,51 +119,171 @@ def _ragged_prefill_fake(q, k, v, cu_q_lens, cu_kv_lens, softmax_scale, causal=T
 
 
 def _merge_state(out_a, lse_a, out_b, lse_b, base="e"):
-    return _ops.merge_state(out_a.clone(memory_format=torch.contiguous_format), lse_a.clone(memory_format=torch.contiguous_format),
-                            out_b, lse_b, base=base)
+    return _ops.merge_state(
+        out_a.clone(memory_format=torch.contiguous_format),
+        lse_a.clone(memory_format=torch.contiguous_format),
+        out_b,
+        lse_b,
+        base=base,
+    )
 
 
 def _merge_state_fake(out_a, lse_a, out_b, lse_b, base="e"):
-    return torch.empty_like(out_a, memory_format=torch.contiguous_format), torch.empty_like(lse_a, memory_format=torch.contiguous_format)
+    return torch.empty_like(out_a, memory_format=torch.contiguous_format), torch.empty_like(
+        lse_a, memory_format=torch.contiguous_format
+    )
 
 
-def _mla_decode(q, cache, pages, seq_lens, softmax_scale, q_len=1, cu_q_lens=None, bound="causal_full", q_scale=1.0, attn_sink=None,
-                format=None, page_size=None, latent_dim=512, rope_dim=64, scale=0.0):
-    return _ops.mla_decode(q, _latent(cache, format, page_size, latent_dim, rope_dim, scale), pages, seq_lens, softmax_scale=softmax_scale,
-                           q_len=q_len, cu_q_lens=cu_q_lens, bound=bound, q_scale=q_scale, attn_sink=attn_sink, return_lse=True)
+def _mla_decode(
+    q,
+    cache,
+    pages,
+    seq_lens,
+    softmax_scale,
+    q_len=1,
+    cu_q_lens=None,
+    bound="causal_full",
+    q_scale=1.0,
+    attn_sink=None,
+    format=None,
+    page_size=None,
+    latent_dim=512,
+    rope_dim=64,
+    scale=0.0,
+):
+    return _ops.mla_decode(
+        q,
+        _latent(cache, format, page_size, latent_dim, rope_dim, scale),
+        pages,
+        seq_lens,
+        softmax_scale=softmax_scale,
+        q_len=q_len,
+        cu_q_lens=cu_q_lens,
+        bound=bound,
+        q_scale=q_scale,
+        attn_sink=attn_sink,
+        return_lse=True,
+    )
 
 
 def _attention_fake(q, latent_dim):
-    return (q.new_empty(q.shape[0], q.shape[1], latent_dim, dtype=_wide(q.dtype)),
-            q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32))
+    return (
+        q.new_empty(q.shape[0], q.shape[1], latent_dim, dtype=_wide(q.dtype)),
+        q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32),
+    )
 
 
-def _mla_decode_fake(q, cache, pages, seq_lens, softmax_scale, q_len=1, cu_q_lens=None, bound="causal_full", q_scale=1.0, attn_sink=None,
-                     format=None, page_size=None, latent_dim=512, rope_dim=64, scale=0.0):
+def _mla_decode_fake(
+    q,
+    cache,
+    pages,
+    seq_lens,
+    softmax_scale,
+    q_len=1,
+    cu_q_lens=None,
+    bound="causal_full",
+    q_scale=1.0,
+    attn_sink=None,
+    format=None,
+    page_size=None,
+    latent_dim=512,
+    rope_dim=64,
+    scale=0.0,
+):
     return _attention_fake(q, latent_dim)
 
 
-def _sparse_attention(q, cache, topk_slots, topk_lens, softmax_scale, q_scale=1.0, attn_sink=None, format=None, page_size=None,
-                      latent_dim=512, rope_dim=64, scale=0.0):
-    return _ops.sparse_attention(q, _latent(cache, format, page_size, latent_dim, rope_dim, scale), topk_slots, topk_lens,
-                                 softmax_scale=softmax_scale, q_scale=q_scale, attn_sink=attn_sink, return_lse=True)
+def _sparse_attention(
+    q,
+    cache,
+    topk_slots,
+    topk_lens,
+    softmax_scale,
+    q_scale=1.0,
+    attn_sink=None,
+    format=None,
+    page_size=None,
+    latent_dim=512,
+    rope_dim=64,
+    scale=0.0,
+):
+    return _ops.sparse_attention(
+        q,
+        _latent(cache, format, page_size, latent_dim, rope_dim, scale),
+        topk_slots,
+        topk_lens,
+        softmax_scale=softmax_scale,
+        q_scale=q_scale,
+        attn_sink=attn_sink,
+        return_lse=True,
+    )
 
 
-def _sparse_attention_fake(q, cache, topk_slots, topk_lens, softmax_scale, q_scale=1.0, attn_sink=None, format=None, page_size=None,
-                           latent_dim=512, rope_dim=64, scale=0.0):
+def _sparse_attention_fake(
+    q,
+    cache,
+    topk_slots,
+    topk_lens,
+    softmax_scale,
+    q_scale=1.0,
+    attn_sink=None,
+    format=None,
+    page_size=None,
+    latent_dim=512,
+    rope_dim=64,
+    scale=0.0,
+):
     return _attention_fake(q, latent_dim)
 
 
-def _index_logits(q, weights, cache, pages, seq_lens, max_keys, q_len=1, cu_q_lens=None, bound="causal_full", format=None, page_size=None,
-                  head_dim=128, scale_format="fp32", hadamard=False):
+def _index_logits(
+    q,
+    weights,
+    cache,
+    pages,
+    seq_lens,
+    max_keys,
+    q_len=1,
+    cu_q_lens=None,
+    bound="causal_full",
+    format=None,
+    page_size=None,
+    head_dim=128,
+    scale_format="fp32",
+    hadamard=False,
+):
     # Columns that a row does not see are -inf: an operator has no business with uninitialised memory.
     logits = torch.full((q.shape[0], max_keys), float("-inf"), dtype=torch.float32, device=q.device)
-    return _ops.index_logits(q, weights, _index(cache, format, page_size, head_dim, scale_format, hadamard), pages, seq_lens, q_len=q_len,
-                             cu_q_lens=cu_q_lens, bound=bound, logits=logits, hadamard=hadamard)
+    return _ops.index_logits(
+        q,
+        weights,
+        _index(cache, format, page_size, head_dim, scale_format, hadamard),
+        pages,
+        seq_lens,
+        q_len=q_len,
+        cu_q_lens=cu_q_lens,
+        bound=bound,
+        logits=logits,
+        hadamard=hadamard,
+    )
 
 
-def _index_logits_fake(q, weights, cache, pages, seq_lens, max_keys, q_len=1, cu_q_lens=None, bound="causal_full", format=None,
-                       page_size=None, head_dim=128, scale_format="fp32", hadamard=False):
+def _index_logits_fake(
+    q,
+    weights,
+    cache,
+    pages,
+    seq_lens,
+    max_keys,
+    q_len=1,
+    cu_q_lens=None,
+    bound="causal_full",
+    format=None,
+    page_size=None,
+    head_dim=128,
+    scale_format="fp32",
+    hadamard=False,
+):
     return q.new_empty(q.shape[0], max_keys, dtype=torch.float32)
 
 
@@ -161,14 +295,55 @@ def _topk_fake(logits, lens, k):
     return logits.new_empty(logits.shape[0], k, dtype=torch.int32), logits.new_empty(logits.shape[0], dtype=torch.int32)
 
 
-def _index_select(q, weights, cache, pages, seq_lens, k, max_seq_len, q_len=1, cu_q_lens=None, bound="causal_full", format=None,
-                  page_size=None, head_dim=128, scale_format="fp32", hadamard=False):
-    return _ops.index_select(q, weights, _index(cache, format, page_size, head_dim, scale_format, hadamard), pages, seq_lens, k,
-                             max_seq_len=max_seq_len, q_len=q_len, cu_q_lens=cu_q_lens, bound=bound, hadamard=hadamard)
+def _index_select(
+    q,
+    weights,
+    cache,
+    pages,
+    seq_lens,
+    k,
+    max_seq_len,
+    q_len=1,
+    cu_q_lens=None,
+    bound="causal_full",
+    format=None,
+    page_size=None,
+    head_dim=128,
+    scale_format="fp32",
+    hadamard=False,
+):
+    return _ops.index_select(
+        q,
+        weights,
+        _index(cache, format, page_size, head_dim, scale_format, hadamard),
+        pages,
+        seq_lens,
+        k,
+        max_seq_len=max_seq_len,
+        q_len=q_len,
+        cu_q_lens=cu_q_lens,
+        bound=bound,
+        hadamard=hadamard,
+    )
 
 
-def _index_select_fake(q, weights, cache, pages, seq_lens, k, max_seq_len, q_len=1, cu_q_lens=None, bound="causal_full", format=None,
-                       page_size=None, head_dim=128, scale_format="fp32", hadamard=False):
+def _index_select_fake(
+    q,
+    weights,
+    cache,
+    pages,
+    seq_lens,
+    k,
+    max_seq_len,
+    q_len=1,
+    cu_q_lens=None,
+    bound="causal_full",
+    format=None,
+    page_size=None,
+    head_dim=128,
+    scale_format="fp32",
+    hadamard=False,
+):
     return _topk_fake(q, seq_lens, k)
 
 

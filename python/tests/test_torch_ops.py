@@ -37,15 +37,28 @@ def inputs():
     lens = torch.tensor([70, 9], dtype=torch.int32)
     table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
     slots = torch.tensor([1 * 64 + 5, 2 * 64 + 8], dtype=torch.int32)
-    many = (torch.randn(2, 8, 576).bfloat16(), torch.randn(2, 4, 128).bfloat16(), torch.randn(2, 4), torch.randn(2, 576).bfloat16(),
-            torch.randn(2, 128).bfloat16(), slots, table, lens)
+    many = (
+        torch.randn(2, 8, 576).bfloat16(),
+        torch.randn(2, 4, 128).bfloat16(),
+        torch.randn(2, 4),
+        torch.randn(2, 576).bfloat16(),
+        torch.randn(2, 128).bfloat16(),
+        slots,
+        table,
+        lens,
+    )
     return tuple(t.to(DEVICE) for t in many)
 
 
 def layer():
     made = SparseLayer().to(DEVICE)
     slots = torch.arange(5 * 64, dtype=torch.int32, device=DEVICE)
-    torch.ops.gannet.index_k_write(torch.randn(5 * 64, 128, generator=torch.Generator().manual_seed(2)).to(DEVICE), slots, made.index_k, page_size=64)
+    torch.ops.gannet.index_k_write(
+        torch.randn(5 * 64, 128, generator=torch.Generator().manual_seed(2)).to(DEVICE),
+        slots,
+        made.index_k,
+        page_size=64,
+    )
     return made
 
 
@@ -71,7 +84,12 @@ def test_operators_pass_the_checks_of_torch_library():
         "index_k_gather": (slots, module.index_k, torch.float32, None, 64),
         "rope_": (x, lens, cos_sin, 128),
         "ragged_prefill": (x, x, x[..., :128].contiguous(), ends, ends, SCALE),
-        "merge_state": (q[..., :512].contiguous(), logits[:, :8].contiguous(), q[..., :512].contiguous(), logits[:, 8:16].contiguous()),
+        "merge_state": (
+            q[..., :512].contiguous(),
+            logits[:, :8].contiguous(),
+            q[..., :512].contiguous(),
+            logits[:, 8:16].contiguous(),
+        ),
         "mla_decode": (q, module.dense, table, lens, SCALE),
         "sparse_attention": (q, module.dense, table, None, SCALE),
         "index_logits": (iq, weights, module.index_k, table, lens, 128, 1, None, "causal_full", None, 64),

@@ -19,7 +19,11 @@ DEVICE = "cuda" if gannet.cuda_device_count() else "cpu"
 
 
 def load(attention, dtype=torch.float32):
-    return transformers.DeepseekV32ForCausalLM.from_pretrained(MODEL, dtype=dtype, attn_implementation=attention).eval().to(DEVICE)
+    return (
+        transformers.DeepseekV32ForCausalLM.from_pretrained(MODEL, dtype=dtype, attn_implementation=attention)
+        .eval()
+        .to(DEVICE)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +55,16 @@ def test_logits_are_the_golden_ones(model, golden, name):
 @pytest.mark.parametrize("name", ["short", "medium"])
 def test_greedy_generation_is_the_golden_one(model, golden, name):
     ids = golden[f"{name}.ids"].long()[None].to(DEVICE)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, min_new_tokens=48, do_sample=False, eos_token_id=None,
-                         pad_token_id=0, return_dict_in_generate=True)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=48,
+        min_new_tokens=48,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+    )
     assert out.sequences[0, ids.shape[1] :].tolist() == GOLDEN[name]["greedy_ids"]
     cache = next(c for c in (getattr(out, "cache", None), getattr(out, "past_key_values", None)) if c is not None)
     assert isinstance(cache, integration.PagedCache) and cache.get_seq_length() == ids.shape[1] + 47
@@ -95,10 +107,28 @@ def test_bf16_mean_nll_is_within_half_a_percent(golden):
 
 
 def tiny(config_class, model_class, **options):
-    common = dict(vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
-                  num_key_value_heads=4, n_shared_experts=1, n_routed_experts=4, kv_lora_rank=128, q_lora_rank=48, qk_rope_head_dim=32,
-                  v_head_dim=32, qk_nope_head_dim=32, n_group=1, topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1,
-                  max_position_embeddings=512, pad_token_id=0)
+    common = dict(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_shared_experts=1,
+        n_routed_experts=4,
+        kv_lora_rank=128,
+        q_lora_rank=48,
+        qk_rope_head_dim=32,
+        v_head_dim=32,
+        qk_nope_head_dim=32,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        max_position_embeddings=512,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     config = config_class(**common, **options)
     config._attn_implementation = "eager"
@@ -114,17 +144,27 @@ def test_other_classes_equal_their_eager_attention(kind):
             pytest.skip("this transformers has no GlmMoeDsaForCausalLM")
         # 16 heads: of few, all of a key's dot products are often negative, and its score 0, a tie that top-k of PyTorch breaks
         # as it likes.
-        model = tiny(transformers.GlmMoeDsaConfig, transformers.GlmMoeDsaForCausalLM, index_topk=16, index_head_dim=64, index_n_heads=16,
-                     indexer_types=["full", "shared", "full"])
+        model = tiny(
+            transformers.GlmMoeDsaConfig,
+            transformers.GlmMoeDsaForCausalLM,
+            index_topk=16,
+            index_head_dim=64,
+            index_n_heads=16,
+            indexer_types=["full", "shared", "full"],
+        )
     ids = torch.randint(1, 64, (2, 50))
     with torch.no_grad():
         want = model(ids, use_cache=False).logits
-        greedy = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=None)
+        greedy = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=None
+        )
         integration.enable(model)
         torch.testing.assert_close(model(ids, use_cache=False).logits, want, atol=1e-5, rtol=1e-4)
         one = model(ids[:1], use_cache=False).logits
         torch.testing.assert_close(one, want[:1], atol=1e-5, rtol=1e-4)
-        ours = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=None)
+        ours = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=None
+        )
     assert torch.equal(ours, greedy)
 
 
@@ -154,7 +194,9 @@ def test_without_enable_only_prefill_is_served():
         model.config._attn_implementation = "gannet"
         torch.testing.assert_close(model(ids, use_cache=False).logits, want, atol=1e-5, rtol=1e-4)
         with pytest.raises(NotImplementedError, match=r"enable\(model\)"):
-            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, eos_token_id=None)
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, eos_token_id=None
+            )
 
 
 def test_other_models_are_refused():

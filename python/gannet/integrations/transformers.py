@@ -73,7 +73,9 @@ class PagedCache(Cache):
         self.__init__(self._dtype)
 
     def update(self, *args, **kwargs):
-        raise NotImplementedError("gannet PagedCache: update() of expanded keys; call gannet.integrations.transformers.enable(model)")
+        raise NotImplementedError(
+            "gannet PagedCache: update() of expanded keys; call gannet.integrations.transformers.enable(model)"
+        )
 
     def update_indexer(self, *args, **kwargs):
         self.update()
@@ -103,11 +105,15 @@ class PagedCache(Cache):
                     self._padding = holes.sum(dim=1, dtype=torch.int32).to(device)
                     expected = torch.arange(mask.shape[1], device=mask.device) < self._padding.to(mask.device)[:, None]
                     if not torch.equal(holes, expected):
-                        raise ValueError("gannet PagedCache: attention_mask has zeros behind a one; accepted: padding on the left")
+                        raise ValueError(
+                            "gannet PagedCache: attention_mask has zeros behind a one; accepted: padding on the left"
+                        )
         self._grow(self._tokens + tokens)
         step = _Step()
         step.batch, step.rows_each = batch, tokens
-        positions = torch.arange(self._tokens, self._tokens + tokens, dtype=torch.int64, device=device) - self._padding[:, None]
+        positions = (
+            torch.arange(self._tokens, self._tokens + tokens, dtype=torch.int64, device=device) - self._padding[:, None]
+        )
         first = torch.arange(batch, dtype=torch.int64, device=device)[:, None] * (self._pages * _PAGE)
         step.slots = torch.where(positions >= 0, first + positions, -1).view(-1)
         step.seq_lens = self._tokens + tokens - self._padding
@@ -128,7 +134,9 @@ class PagedCache(Cache):
         for held in (self._latent, self._index_k):
             for layer, old in held.items():
                 held[layer] = self._new(pages, old.shape[-1], old.dtype, old.device)
-                held[layer].view(self._batch, pages, _PAGE, -1)[:, : self._pages] = old.view(self._batch, self._pages, _PAGE, -1)
+                held[layer].view(self._batch, pages, _PAGE, -1)[:, : self._pages] = old.view(
+                    self._batch, self._pages, _PAGE, -1
+                )
         self._pages = pages
 
     def _new(self, pages, width, dtype, device):
@@ -168,7 +176,9 @@ def enable(model, dtype=None):
         raise ValueError(f"gannet: no attention of {type(model).__name__} is one of {', '.join(_CLASSES)}")
     for module in attention:
         if module.kv_b_proj.weight.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"gannet: kv_b_proj.weight is {module.kv_b_proj.weight.dtype}; accepted: float32, bfloat16")
+            raise ValueError(
+                f"gannet: kv_b_proj.weight is {module.kv_b_proj.weight.dtype}; accepted: float32, bfloat16"
+            )
         module._gannet = state
         module.forward = types.MethodType(_forward, module)
     base.register_forward_pre_hook(lambda module, args, kwargs: _before(state, module, args, kwargs), with_kwargs=True)
@@ -196,7 +206,9 @@ def implementations(model):
 
 def _instead_of(cache, state):
     if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError(f"gannet: the cache is a {type(cache).__name__} that holds tokens; accepted: a PagedCache, an empty one, None")
+        raise ValueError(
+            f"gannet: the cache is a {type(cache).__name__} that holds tokens; accepted: a PagedCache, an empty one, None"
+        )
     return PagedCache(state.dtype)
 
 
@@ -214,7 +226,9 @@ def _before(state, module, args, kwargs):
             kwargs[name or _cache_argument(module)] = cache
     mask = kwargs.get("attention_mask")
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
-        raise ValueError("gannet: attention_mask has other than two dimensions; accepted: None, or ones with zeros on the left")
+        raise ValueError(
+            "gannet: attention_mask has other than two dimensions; accepted: None, or ones with zeros on the left"
+        )
     state.step = cache._begin(rows.shape[0], rows.shape[1], mask, rows.device)
     state.step.cache, state.step.ran = cache, state.ran
     return args, kwargs
@@ -254,12 +268,26 @@ def _forward(self, hidden_states, position_embeddings, attention_mask=None, *arg
     latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split([latent_dim, self.qk_rope_head_dim], dim=-1)
     latent = self.kv_a_layernorm(latent)
     interleaved = getattr(self.config, "rope_interleave", True)
-    q_rope, k_rope = _rotate(self, "apply_rotary_pos_emb_interleave" if interleaved else "apply_rotary_pos_emb", q_rope,
-                             k_rope.unsqueeze(2), position_embeddings, 2)
+    q_rope, k_rope = _rotate(
+        self,
+        "apply_rotary_pos_emb_interleave" if interleaved else "apply_rotary_pos_emb",
+        q_rope,
+        k_rope.unsqueeze(2),
+        position_embeddings,
+        2,
+    )
 
     pages = step.cache._rows(step.cache._latent, self.layer_idx, latent_dim + self.qk_rope_head_dim, latent)
     cache = _core.LatentCache(pages, latent_dim=latent_dim, rope_dim=self.qk_rope_head_dim)
-    _run(step, "latent_write", _ops.latent_write, latent.reshape(rows, latent_dim), k_rope.reshape(rows, -1), step.slots, cache)
+    _run(
+        step,
+        "latent_write",
+        _ops.latent_write,
+        latent.reshape(rows, latent_dim),
+        k_rope.reshape(rows, -1),
+        step.slots,
+        cache,
+    )
 
     w = self.kv_b_proj.weight.view(heads, self.qk_nope_head_dim + self.v_head_dim, latent_dim)
     w_k, w_v = w[:, : self.qk_nope_head_dim], w[:, self.qk_nope_head_dim :]
@@ -267,7 +295,11 @@ def _forward(self, hidden_states, position_embeddings, attention_mask=None, *arg
     sparse = indexer is not None or hasattr(self, "skip_topk")
     selection = None
     if sparse:
-        selection = _select(indexer, step, hidden_states, q_resid, position_embeddings) if indexer is not None else prev_topk_indices
+        selection = (
+            _select(indexer, step, hidden_states, q_resid, position_embeddings)
+            if indexer is not None
+            else prev_topk_indices
+        )
         if selection is None:
             raise ValueError("gannet: a layer that shares its selection has none before it")
     if not sparse and step.whole_prompt and tokens > 1 and batch == 1:
@@ -275,16 +307,42 @@ def _forward(self, hidden_states, position_embeddings, attention_mask=None, *arg
         expanded = self.kv_b_proj(latent).view(rows, heads, -1)
         k_nope, v = expanded.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         ends = torch.tensor([0, rows], dtype=torch.int32, device=q.device)
-        out = _run(step, "ragged_prefill", _ops.ragged_prefill, torch.cat([q_nope, q_rope], dim=-1).view(rows, heads, -1),
-                   k_nope.contiguous(), v.contiguous(), ends, ends, softmax_scale=self.scaling, k_rope=k_rope.reshape(rows, -1))
+        out = _run(
+            step,
+            "ragged_prefill",
+            _ops.ragged_prefill,
+            torch.cat([q_nope, q_rope], dim=-1).view(rows, heads, -1),
+            k_nope.contiguous(),
+            v.contiguous(),
+            ends,
+            ends,
+            softmax_scale=self.scaling,
+            k_rope=k_rope.reshape(rows, -1),
+        )
     else:
-        absorbed = torch.cat([torch.matmul(q_nope.reshape(rows, heads, -1).transpose(0, 1), w_k).transpose(0, 1),
-                              q_rope.reshape(rows, heads, -1)], dim=-1)
+        absorbed = torch.cat(
+            [
+                torch.matmul(q_nope.reshape(rows, heads, -1).transpose(0, 1), w_k).transpose(0, 1),
+                q_rope.reshape(rows, heads, -1),
+            ],
+            dim=-1,
+        )
         if sparse:
-            out = _run(step, "sparse_attention", _ops.sparse_attention, absorbed, cache, *selection, softmax_scale=self.scaling)
+            out = _run(
+                step, "sparse_attention", _ops.sparse_attention, absorbed, cache, *selection, softmax_scale=self.scaling
+            )
         else:
-            out = _run(step, "mla_decode", _ops.mla_decode, absorbed, cache, step.table, step.seq_lens, softmax_scale=self.scaling,
-                       q_len=tokens)
+            out = _run(
+                step,
+                "mla_decode",
+                _ops.mla_decode,
+                absorbed,
+                cache,
+                step.table,
+                step.seq_lens,
+                softmax_scale=self.scaling,
+                q_len=tokens,
+            )
         out = torch.matmul(out.transpose(0, 1), w_v.transpose(1, 2)).transpose(0, 1)
     out = self.o_proj(out.reshape(batch, tokens, heads * self.v_head_dim))
     return (out, None, selection) if hasattr(self, "skip_topk") else (out, None)
@@ -302,10 +360,23 @@ def _select(indexer, step, hidden_states, q_resid, position_embeddings):
     weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
     weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
     layer = indexer.layer_idx
-    cache = _core.IndexCache(step.cache._rows(step.cache._index_k, layer, indexer.head_dim, k), head_dim=indexer.head_dim)
+    cache = _core.IndexCache(
+        step.cache._rows(step.cache._index_k, layer, indexer.head_dim, k), head_dim=indexer.head_dim
+    )
     _run(step, "index_k_write", _ops.index_k_write, k.reshape(rows, -1), step.slots, cache)
-    return _run(step, "index_select", _ops.index_select, q.reshape(rows, indexer.n_heads, -1), weights.reshape(rows, -1).contiguous(), cache,
-                step.table, step.seq_lens, min(indexer.index_topk, step.longest), max_seq_len=step.longest, q_len=tokens)
+    return _run(
+        step,
+        "index_select",
+        _ops.index_select,
+        q.reshape(rows, indexer.n_heads, -1),
+        weights.reshape(rows, -1).contiguous(),
+        cache,
+        step.table,
+        step.seq_lens,
+        min(indexer.index_topk, step.longest),
+        max_seq_len=step.longest,
+        q_len=tokens,
+    )
 
 
 def _run(step, op, function, *args, **kwargs):
@@ -319,7 +390,9 @@ def attention_forward(module, query, key, value, attention_mask, scaling, dropou
     if indices is not None:
         raise NotImplementedError("gannet: attention over indices; call gannet.integrations.transformers.enable(model)")
     if attention_mask is not None or query.shape[2] != key.shape[2] or dropout != 0.0:
-        raise NotImplementedError("gannet: masks, cached tokens and dropout; call gannet.integrations.transformers.enable(model)")
+        raise NotImplementedError(
+            "gannet: masks, cached tokens and dropout; call gannet.integrations.transformers.enable(model)"
+        )
     batch, heads, tokens, _ = query.shape
     groups = heads // key.shape[1]
     if groups > 1:
