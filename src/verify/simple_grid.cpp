@@ -72,22 +72,31 @@ void verify_caches(Recorder& r) {
   for (const LatentFormat format : kLatentFormats) {
     for (const DType dtype : {DType::kF32, DType::kBf16}) {
       for (const int32_t page_size : {1, 3, 32, 64, 1024}) {
-        for (const bool wide : {false, true}) {  // also: int64 slots, strided rows, gaps between pages and their rows
+        struct Kind {
+          bool wide;  // int64 slots, strided rows, gaps between pages and their rows
+          RowGeometry geometry = {};
+        };
+        // Widths other than 512 + 64: rows that begin at no multiple of 16 bytes, in one access or many.
+        std::vector<Kind> kinds = {{false}, {true}};
+        if (page_size == 3 || page_size == 64) kinds.insert(kinds.end(), {{false, {128, 16}}, {true, {640, 48}}});
+        for (const auto& [wide, geometry] : kinds) {
           const int64_t num_pages = page_size == 1024 ? 2 : 200 / page_size + 2;
           const int64_t n = 40;
           LatentCacheView view;
           view.format = format;
+          view.geometry = geometry;
           view.scale = format == LatentFormat::kE4m3 ? 0.0371f : 0.0f;
           if (wide && format != LatentFormat::kE4m3PerToken)
-            view.row_stride_bytes = latent_row_bytes(format, view.geometry) + 48;
+            view.row_stride_bytes = (latent_row_bytes(format, view.geometry) + 48 + 15) / 16 * 16;
           const auto memory = make_cache(view, view.row_stride(), page_size, num_pages, wide ? 4096 : 0);
           const std::vector<int32_t> list = make_slots(n, view.num_slots(), 3);
           const Tensor slots = wide ? widen(list) : make_ints(list);
-          const std::string detail = fmt::format("page size {}", page_size);
+          const std::string detail =
+              fmt::format("page size {}, {} + {} values", page_size, geometry.latent_dim, geometry.rope_dim);
           const std::string name = fmt::format("rows {}, cache {}", to_string(dtype), to_string(format));
 
-          Tensor latent = make_rows(dtype, n, 512, wide ? 64 : 0, 1);
-          Tensor rope = make_rows(dtype, n, 64, wide ? 64 : 0, 2);
+          Tensor latent = make_rows(dtype, n, geometry.latent_dim, wide ? 64 : 0, 1);
+          Tensor rope = make_rows(dtype, n, geometry.rope_dim, wide ? 64 : 0, 2);
           LatentWrite w;
           w.latent = latent.view;
           w.rope = rope.view;
@@ -103,8 +112,8 @@ void verify_caches(Recorder& r) {
           std::vector<int32_t> wanted;
           for (size_t i = 0; i < list.size(); ++i) wanted.push_back(list[(i * 7) % list.size()]);
           const Tensor again = wide ? widen(wanted) : make_ints(wanted);
-          const Tensor latent_out = make_tensor(dtype, {n, 512}, wide ? 64 : 0);
-          const Tensor rope_out = make_tensor(dtype, {n, 64}, wide ? 64 : 0);
+          const Tensor latent_out = make_tensor(dtype, {n, geometry.latent_dim}, wide ? 64 : 0);
+          const Tensor rope_out = make_tensor(dtype, {n, geometry.rope_dim}, wide ? 64 : 0);
           LatentGather g;
           g.slots = again.view;
           g.cache = view;
@@ -134,7 +143,7 @@ void verify_caches(Recorder& r) {
         IndexCase{IndexKFormat::kE4m3, ScaleFormat::kFp32}, IndexCase{IndexKFormat::kE4m3, ScaleFormat::kPowerOfTwo}}) {
     for (const DType dtype : {DType::kF32, DType::kBf16}) {
       for (const int32_t page_size : {1, 3, 32, 64, 1024}) {
-        for (const int32_t head_dim : {32, 64, 128}) {
+        for (const int32_t head_dim : {32, 64, 128, 208}) {
           const bool wide = head_dim == 64;
           const int64_t num_pages = page_size == 1024 ? 2 : 200 / page_size + 2;
           const int64_t n = 40;
