@@ -18,6 +18,7 @@
 //
 // Widths other than 512 + 64 and 128, fp32 rows, and what else the fixed kernels leave out run through the same code
 // with widths that are arguments, kBatch accesses at a time.
+#include <algorithm>
 #include <limits>
 #include <type_traits>
 
@@ -54,7 +55,8 @@ struct Rows {
   unsigned char* cache;
   int64_t page_stride, row_stride, num_slots;
   int32_t page_size, dim, rope_dim;
-  float scale, inverse;  // kE4m3
+  uint32_t page_inverse;  // 2^32 / page_size rounded down, at most 2^32 - 1
+  float scale, inverse;   // kE4m3
   ScaleRule rule;
 };
 
@@ -64,7 +66,7 @@ struct Fixed {
   static constexpr bool kKnown = true;
   using Stride = int32_t;  // of rows outside, in values
   static constexpr int kRows = kRope == 0 ? 8 : 4;
-  static constexpr int kLatentEights = kDim / 8;
+  static constexpr int kLatentEights = kDim / 8, kRopeEights = kRope / 8;
   static constexpr int kBatch = kRows * (kDim + kRope) / 8 / 32;
   static_assert(kRows * kDim % 256 == 0 && kRows * kRope % 256 == 0);
   __device__ static constexpr int dim(const Rows&) { return kDim; }
@@ -73,6 +75,7 @@ struct Fixed {
 /// Any others.
 struct Any {
   static constexpr bool kKnown = false;
+  static constexpr int kLatentEights = 0, kRopeEights = 0;  // not known
   using Stride = int64_t;
   static constexpr int kRows = 4;
   static constexpr int kBatch = 4;
@@ -142,12 +145,14 @@ __device__ float quotient(float y, float d, float r) {
   return fmaf(-fmaf(q, d, -y), r, q);
 }
 
-/// Divides latent values, of magnitude up to 448 d or not finite, by the scale of their planar row.
+/// Divides latent values, of magnitude up to 448 d or not finite, by the scale of their planar row. kLifts: d may be
+/// below kLeastDivisor; d and the values are lifted, which leaves the quotient.
+template <bool kLifts>
 class RowDivisor {
  public:
   __device__ RowDivisor() : d_(0.0f), r_(0.0f), lift_(1.0f) {}
   __device__ explicit RowDivisor(float d) {
-    lift_ = d < kLeastDivisor ? 0x1p60f : 1.0f;  // of both: the quotient stays
+    lift_ = kLifts && d < kLeastDivisor ? 0x1p60f : 1.0f;
     d_ = d * lift_;
     r_ = __frcp_rn(d_);
     if (d == INFINITY) d_ = r_ = 0.0f;  // a finite value gives a zero of its sign, others NaN
@@ -157,14 +162,15 @@ class RowDivisor {
     RowDivisor other;
     other.d_ = __shfl_sync(kAll, d_, from);
     other.r_ = __shfl_sync(kAll, r_, from);
-    other.lift_ = __shfl_sync(kAll, lift_, from);
+    if constexpr (kLifts) other.lift_ = __shfl_sync(kAll, lift_, from);
     return other;
   }
   template <class T>
   __device__ float divide(float y) const {
-    if constexpr (sizeof(T) == 2) return quotient(y * lift_, d_, r_);
+    const float x = kLifts ? y * lift_ : y;
+    if constexpr (sizeof(T) == 2) return quotient(x, d_, r_);
     // As in the other case: 0 stands for infinity.
-    return d_ == 0.0f ? y * 0.0f : __fdiv_rn(y * lift_, d_);
+    return d_ == 0.0f ? x * 0.0f : __fdiv_rn(x, d_);
   }
 
  private:
@@ -208,8 +214,10 @@ class WarpRows {
     int row, eight;
     bool rope;
   };
-  __device__ Piece piece(uint32_t i) const {
+  /// `neighbours`: of the eights of a latent row (64) a lane has two that lie side by side.
+  __device__ Piece piece(uint32_t i, bool neighbours = false) const {
     const uint32_t eights = latent_eights(), latents = W::kRows * eights;
+    if (i < latents && neighbours) return {static_cast<int>(i / 64), static_cast<int>(i % 32 * 2 + i / 32 % 2), false};
     if (i < latents) return {static_cast<int>(i / eights), static_cast<int>(i % eights), false};
     const uint32_t rope_eights = max(W::rope_dim(a_) / 8u, 1u), j = i - latents;
     return {static_cast<int>(j / rope_eights), static_cast<int>(j % rope_eights), true};
@@ -242,10 +250,15 @@ __device__ Place place_slot(const Rows& a, int64_t slot) {
   if (slot < 0 || slot >= a.num_slots) return {-1, -1, -1};
   int64_t page;
   int32_t offset;
-  if (slot >> 32 == 0) {  // all but those of huge pools: divided in 32 bits
-    const auto s = static_cast<uint32_t>(slot), size = static_cast<uint32_t>(a.page_size);
-    page = s / size;
-    offset = static_cast<int32_t>(s % size);
+  if constexpr (W::kKnown) {  // fewer than 2^32 slots: the quotient is the product with the inverse, or one more
+    const auto n = static_cast<uint32_t>(slot), size = static_cast<uint32_t>(a.page_size);
+    uint32_t quotient = __umulhi(n, a.page_inverse), rest = n - quotient * size;
+    if (rest >= size) {
+      ++quotient;
+      rest -= size;
+    }
+    page = quotient;
+    offset = static_cast<int32_t>(rest);
   } else {
     page = slot / a.page_size;
     offset = static_cast<int32_t>(slot % a.page_size);
@@ -283,14 +296,17 @@ template <class T, Layout kLayout, class W>
 __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__ Rows a) {
   using To = LatentEight<kLayout>;
   constexpr bool kPacked = kLayout == Layout::kPacked, kPlanar = kLayout == Layout::kPlanar;
+  constexpr bool kPairs = kPacked && W::kKnown;  // 16 neighbouring values a lane: one store of a row's 512 bytes
   wait_for_stream();
   let_next_start();
   const WarpRows<T, W> w(a);
   if (w.rows() <= 0) return;
   const int64_t slot = w.own_slot();
   Place own{};
-  float own_scale = 0.0f;  // kPlanar: of the lane's row
-  RowDivisor own_divisor;
+  float own_scale = 0.0f;                                       // kPlanar: of the lane's row
+  constexpr bool kWithRope = !W::kKnown || W::kRopeEights > 0;  // of index keys no scale is below 2^-42
+  using Divisor = RowDivisor<kWithRope>;
+  Divisor own_divisor;
   const uint32_t num_eights = w.num_eights();
 
   // Where the compiler does not know the width, the scales of planar rows take a look of their own; the second look is
@@ -314,7 +330,7 @@ __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__
 #pragma unroll
     for (int b = 0; b < W::kBatch; ++b) {
       const uint32_t i = begin + 32 * b + w.lane();
-      const auto p = w.piece(i);
+      const auto p = w.piece(i, kPairs);
       from[b] = {};
       if (i < num_eights && p.row < w.rows()) from[b] = Eight<T>::load(w.outside(p));
     }
@@ -339,24 +355,47 @@ __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__
           }
           own_scale = planar_scale(a.rule, own_amax);
         }
-        own_divisor = RowDivisor(own_scale);
+        own_divisor = Divisor(own_scale);
         if (own.latent >= 0) *reinterpret_cast<float*>(a.cache + own.scale) = own_scale;
       }
     }
 
+    constexpr int kPairBatch = kPairs ? W::kRows * W::kLatentEights / 32 : 0;
+    if constexpr (kPairs) {
 #pragma unroll
-    for (int b = 0; b < W::kBatch; ++b) {
+      for (int b = 0; b < kPairBatch; b += 2) {
+        const int row = b / 2;
+        const int64_t place = __shfl_sync(kAll, own.latent, row);
+        float low[8], high[8];
+        from[b].expand(low);
+        from[b + 1].expand(high);
+        const float scale = packed_scale(group_max<kGroup / 16>(fmaxf(magnitude(low), magnitude(high))));
+        const float inverse = inverse_power_of_two(scale);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          low[i] *= inverse;
+          high[i] *= inverse;
+        }
+        if (row >= w.rows() || place < 0) continue;
+        const To first = To::pack(low), second = To::pack(high);
+        unsigned char* const to = a.cache + place;
+        __stwb(reinterpret_cast<uint4*>(to) + w.lane(), make_uint4(first.low, first.high, second.low, second.high));
+        if (w.lane() % (kGroup / 16) == 0) reinterpret_cast<float*>(to + W::dim(a))[w.lane() / (kGroup / 16)] = scale;
+      }
+    }
+#pragma unroll
+    for (int b = kPairBatch; b < W::kBatch; ++b) {
       const uint32_t i = begin + 32 * b + w.lane();
-      const auto p = w.piece(i);
+      const auto p = w.piece(i, kPairs);
       const int64_t place = place_of<W>(own, p);
       const bool ok = i < num_eights && p.row < w.rows() && place >= 0;
       float x[8];
       from[b].expand(x);
       float scale = 1.0f;
-      RowDivisor divisor;
+      Divisor divisor;
       if constexpr (kPacked) scale = packed_scale(group_max<kGroup / 8>(p.rope ? 0.0f : magnitude(x)));
       if constexpr (kPlanar) {
-        scale = __shfl_sync(kAll, own_scale, p.row);
+        if constexpr (kWithRope) scale = __shfl_sync(kAll, own_scale, p.row);
         divisor = own_divisor.of_lane(p.row);
       }
       if (!ok) continue;
@@ -379,7 +418,7 @@ __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__
           *reinterpret_cast<float*>(a.cache + place + W::dim(a) + p.eight / (kGroup / 8) * 4) = scale;
       } else if constexpr (kPlanar) {
 #pragma unroll
-        for (float& y : x) y = divisor.divide<T>(y);
+        for (float& y : x) y = divisor.template divide<T>(y);
       } else if constexpr (kLayout == Layout::kE4m3) {
 #pragma unroll
         for (float& y : x) {
@@ -484,7 +523,7 @@ void run_layout(const char* function, const Rows& a, DType outside, const Device
     using Latent = Fixed<512, 64>;
     using Index = Fixed<128, 0>;
     constexpr int64_t kMostStride = std::numeric_limits<Latent::Stride>::max();
-    bool fits = a.latent_stride <= kMostStride && a.rope_stride <= kMostStride;
+    bool fits = a.latent_stride <= kMostStride && a.rope_stride <= kMostStride && a.num_slots >> 32 == 0;
     if (kLayout == Layout::kE4m3) fits = fits && a.scale >= kLeastDivisor && a.scale <= kMostDivisor;
     if (kLayout == Layout::kPlanar) fits = fits && (a.page_size % 4 == 0 || a.rope_dim == 0);  // else rope is unaligned
     if (fits && a.dim == 512 && a.rope_dim == 64)
@@ -507,6 +546,10 @@ void run_rows(const char* function, const Rows& a, Layout layout, DType outside,
   }
 }
 
+uint32_t page_inverse(int32_t page_size) {
+  return static_cast<uint32_t>(std::min<uint64_t>((uint64_t{1} << 32) / static_cast<uint32_t>(page_size), UINT32_MAX));
+}
+
 /// LatentWrite and LatentGather.
 template <class Params>
 void run_latent(const Params& p, const RunContext& c) {
@@ -525,6 +568,7 @@ void run_latent(const Params& p, const RunContext& c) {
   a.row_stride = v.row_stride();
   a.num_slots = v.num_slots();
   a.page_size = v.page_size;
+  a.page_inverse = page_inverse(v.page_size);
   a.dim = v.geometry.latent_dim;
   a.rope_dim = v.geometry.rope_dim;
   a.scale = v.scale;
@@ -557,6 +601,7 @@ void run_index_k(const Params& p, const RunContext& c) {
   a.page_stride = v.page_stride_bytes;
   a.num_slots = v.num_slots();
   a.page_size = v.page_size;
+  a.page_inverse = page_inverse(v.page_size);
   a.dim = v.head_dim;
   a.rule = v.scale_format == ScaleFormat::kFp32 ? ScaleRule::kIndex : ScaleRule::kIndexPowerOfTwo;
   const auto run = [&](Layout layout, int64_t value_bytes) {
