@@ -370,7 +370,8 @@ struct Maker {
     return problem;
   }
 
-  /// Rows of bf16 to slots in any order of a pool that they fill, or from there.
+  /// Rows of bf16 to slots of a pool that they fill, or from there: token by token in pages that lie in any order, as a
+  /// prefill has them, or in any order at all.
   Problem cache_rows(const json& row) {
     const std::string op = row["op"], format = row["format"];
     const int64_t n = row["rows"];
@@ -384,7 +385,14 @@ struct Maker {
     std::vector<int32_t> order(static_cast<size_t>(pages * kPage));
     std::iota(order.begin(), order.end(), 0);
     for (int64_t set = 0; set < row.value("sets", 1); ++set) {
-      std::shuffle(order.begin(), order.end(), rng);
+      if (row["slots"] == "in pages") {
+        std::vector<int32_t> list(static_cast<size_t>(pages));
+        std::iota(list.begin(), list.end(), 0);
+        std::shuffle(list.begin(), list.end(), rng);
+        for (size_t i = 0; i < order.size(); ++i) order[i] = list[i / kPage] * kPage + static_cast<int32_t>(i % kPage);
+      } else {
+        std::shuffle(order.begin(), order.end(), rng);
+      }
       const TensorView slots = memory.ints({order.begin(), order.begin() + n}, {n});
       if (op == "index_k_write" || op == "index_k_gather") {
         IndexCacheView cache;
@@ -529,13 +537,17 @@ std::vector<json> rows_without_peers() {
                                    {"index_k_write", "e4m3"},
                                    {"index_k_gather", "bf16"},
                                    {"index_k_gather", "e4m3"}}) {
-    for (const int64_t n : {1, 256, 4096, 65536, 262144}) {
-      const double sets = std::clamp(kDistinctBytes / Maker::cache_rows_bytes(op, format, n), 1.0, 32.0);
-      rows.push_back({{"op", op},
-                      {"format", format},
-                      {"rows", n},
-                      {"sets", static_cast<int64_t>(sets)},
-                      {"peers", json::object()}});
+    for (const char* const slots : {"any order", "in pages"}) {
+      for (const int64_t n : {1, 256, 1024, 4096, 65536, 262144}) {
+        if (n == 1 && std::string(slots) == "in pages") continue;  // the same
+        const double sets = std::clamp(kDistinctBytes / Maker::cache_rows_bytes(op, format, n), 1.0, 32.0);
+        rows.push_back({{"op", op},
+                        {"format", format},
+                        {"rows", n},
+                        {"slots", slots},
+                        {"sets", static_cast<int64_t>(sets)},
+                        {"peers", json::object()}});
+      }
     }
   }
   return rows;
