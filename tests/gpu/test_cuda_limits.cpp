@@ -290,12 +290,14 @@ TEST_F(CudaLimits, IndexPoolsBeyondFourGiB) {
   const int64_t n = slots.view.shape[0];
   const Tensor k = make_tensor(DType::kBf16, {n, 128});
   const Tensor q = make_tensor(DType::kBf16, {paged.num_rows, 32, 128});
+  const Tensor narrow_q = make_tensor(DType::kE4m3, {paged.num_rows, 32, 128});
   const Tensor weights = make_tensor(DType::kF32, {paged.num_rows, 32});
   const Tensor logits = make_tensor(DType::kF32, {paged.num_rows, 641});
   const Tensor list = make_tensor(DType::kI32, {paged.num_rows, 64});
   const Tensor lens = make_tensor(DType::kI32, {paged.num_rows});
   verify::fill_normal(k, Rng(1));
   verify::fill_normal(q, Rng(2));
+  verify::fill_normal(narrow_q, Rng(2));
   verify::fill_normal(weights, Rng(3));
   for (const IndexKFormat format : {IndexKFormat::kF32, IndexKFormat::kBf16, IndexKFormat::kE4m3}) {
     std::printf("%s\n", to_string(format));
@@ -315,6 +317,8 @@ TEST_F(CudaLimits, IndexPoolsBeyondFourGiB) {
     l.rows = paged.rows();
     l.logits = logits.view;
     expect_same_far(l, far);
+    l.q = narrow_q.view;
+    expect_same_far(l, far);
     IndexSelect s;
     s.q = q.view;
     s.weights = weights.view;
@@ -324,6 +328,8 @@ TEST_F(CudaLimits, IndexPoolsBeyondFourGiB) {
     s.max_seq_len = 641;
     s.topk_slots = list.view;
     s.topk_lens = lens.view;
+    expect_same_far(s, far);
+    s.q = narrow_q.view;
     expect_same_far(s, far);
 
     verify::Buffer written(far.bytes);
