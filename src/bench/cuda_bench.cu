@@ -434,6 +434,33 @@ struct Maker {
     return static_cast<double>(n * (2 * (index ? kIndexDim : kWidth) + cached + 4));
   }
 
+  /// The rotated part of MLA's queries ("q": 64 of 192 values of each head), or of index keys ("k": 64 of 128).
+  Problem rope(const json& row) {
+    const int64_t n = row["rows"], h = row["h"];
+    const bool queries = row["x"] == "q";
+    constexpr int64_t kPositions = 4096;
+    Problem problem;
+    std::shared_ptr<OpPlan<Rope>> plan;
+    std::span<std::byte> workspace;
+    std::vector<int32_t> positions(static_cast<size_t>(n));
+    for (int32_t& x : positions) x = static_cast<int32_t>(rng() % kPositions);
+    const TensorView table = memory.random(DType::kF32, {kPositions, kRope}, 0.5f);
+    for (int64_t set = 0; set < row.value("sets", 1); ++set) {
+      Rope p;
+      p.x = memory.random(DType::kBf16, {n, h, queries ? 192 : kIndexDim});
+      p.positions = memory.ints(positions, {n});
+      p.cos_sin = table;
+      p.offset = queries ? 128 : 0;
+      p.pairing = queries ? RopePairing::kInterleaved : RopePairing::kHalfSplit;
+      add(problem, plan, workspace, p);
+    }
+    problem.bytes = rope_bytes(n, h);
+    return problem;
+  }
+  static double rope_bytes(int64_t n, int64_t h) {  // the table is small and stays in the L2
+    return static_cast<double>(n * h) * 2 * 2 * kRope + 4.0 * static_cast<double>(n);
+  }
+
   std::optional<Problem> make(const json& row) {
     const std::string op = row["op"];
     if (op == "latent_write" || op == "latent_gather" || op == "index_k_write" || op == "index_k_gather")
@@ -452,6 +479,7 @@ struct Maker {
     if (op == "topk") return topk(row);
     if (op == "prefill") return prefill(row);
     if (op == "merge") return merge(row);
+    if (op == "rope") return rope(row);
     return std::nullopt;
   }
 };
@@ -548,6 +576,17 @@ std::vector<json> rows_without_peers() {
                         {"sets", static_cast<int64_t>(sets)},
                         {"peers", json::object()}});
       }
+    }
+  }
+  for (const auto& [x, heads] : {std::pair{"q", 128}, {"q", 16}, {"k", 1}}) {
+    for (const int64_t n : {1, 256, 4096, 16384}) {
+      const double sets = std::clamp(kDistinctBytes / Maker::rope_bytes(n, heads), 1.0, 32.0);
+      rows.push_back({{"op", "rope"},
+                      {"x", x},
+                      {"h", heads},
+                      {"rows", n},
+                      {"sets", static_cast<int64_t>(sets)},
+                      {"peers", json::object()}});
     }
   }
   return rows;
