@@ -64,6 +64,13 @@ void run_index_select(const IndexSelect& p, const RunContext& c, LaunchIndexLogi
   }
 }
 
+void run_index_logits(const IndexLogits& p, const RunContext& c, LaunchIndexLogits launch_logits) {
+  const DeviceGuard guard(IndexLogits::kName, p.q.device.index);
+  const LogitBlock block{
+      p.logits.data, p.logits.stride[0], p.logits.shape[1], 0, p.q.shape[0], p.logits.dtype == DType::kBf16};
+  launch_logits(IndexLogits::kName, p.q, p.weights, p.cache, p.pages, p.rows, block, c.stream);
+}
+
 }  // namespace cuda
 }  // namespace v0
 }  // namespace gannet

@@ -18,10 +18,17 @@ using LaunchIndexLogits = void (*)(const char* function, const TensorView& q, co
 size_t workspace_index_select(const IndexSelect& p, int num_workers);
 void run_index_select(const IndexSelect& p, const RunContext& c, LaunchIndexLogits launch_logits);
 
-/// The same as an entry of a set.
+/// Index logits of a whole call.
+void run_index_logits(const IndexLogits& p, const RunContext& c, LaunchIndexLogits launch_logits);
+
+/// The same as entries of a set.
 template <LaunchIndexLogits kLaunchLogits>
 void run_index_select_over(const IndexSelect& p, const RunContext& c) {
   run_index_select(p, c, kLaunchLogits);
+}
+template <LaunchIndexLogits kLaunchLogits>
+void run_index_logits_over(const IndexLogits& p, const RunContext& c) {
+  run_index_logits(p, c, kLaunchLogits);
 }
 
 }  // namespace cuda

@@ -11,8 +11,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/common/index_logits.cuh"
-#include "cuda/common/views.cuh"
+#include "cuda/common/logit_problem.cuh"
 
 namespace gannet {
 inline namespace v0 {
@@ -22,46 +21,23 @@ namespace index_units {
 constexpr int kTileKeys = 64;
 constexpr int kMaxUnits = 8;  // of a phase
 
-struct Problem {
-  const void* q;  // e4m3 or bf16
-  int64_t q_row_stride, q_head_stride;
-  const float* weights;
-  int64_t weights_stride;
-  int num_heads;
-  IndexCacheView cache;
-  Rows rows;
-  Pages pages;
+struct Problem : LogitProblem {
   int page_shift;  // log2 of page_size, or -1: divisions are slow
-  LogitBlock block;
   int rows_per_unit, units_per_phase;
   int fixed_tiles;            // what a unit costs beside its tiles, in tiles
   int units_per_request;      // for q_len rows a request
   int first_unit, num_units;  // enough for the rows of the block; those of other rows are empty
 };
 
-inline Problem make_problem(const TensorView& q, const TensorView& weights, const IndexCacheView& cache,
-                            const PageTableView& pages, const QueryRows& rows, const LogitBlock& block) {
+/// Units for a call of `num_rows` rows (of all its blocks: ragged units have the size of its average request) where
+/// shared memory has room for the queries of `slots` rows. `fixed_tiles` is what a unit that has a phase for itself costs
+/// beside its tiles, in tiles: lengths, queries and a fresh pipeline.
+inline Problem make_problem(const LogitProblem& logits, int64_t num_rows, int slots, int fixed_tiles) {
   Problem p{};
-  p.q = q.data;
-  p.q_row_stride = q.stride[0];
-  p.q_head_stride = q.stride[1];
-  p.weights = static_cast<const float*>(weights.data);
-  p.weights_stride = weights.stride[0];
-  p.num_heads = static_cast<int>(q.shape[1]);
-  p.cache = cache;
-  p.rows = make_rows(rows);
-  p.pages = make_pages(pages);
+  static_cast<LogitProblem&>(p) = logits;
   p.page_shift = -1;
   for (int shift = 0; shift < 31; ++shift)
-    if (cache.page_size == 1 << shift) p.page_shift = shift;
-  p.block = block;
-  return p;
-}
-
-/// Chooses units for a call of `num_rows` rows (of all its blocks: ragged units have the size of its average request)
-/// where shared memory has room for the queries of `slots` rows. `fixed_tiles` is what a unit that has a phase for
-/// itself costs beside its tiles, in tiles: lengths, queries and a fresh pipeline.
-inline void choose_units(Problem& p, int64_t num_rows, int slots, int fixed_tiles) {
+    if (p.cache.page_size == 1 << shift) p.page_shift = shift;
   const auto divide_up = [](int64_t n, int64_t unit) { return (n + unit - 1) / unit; };
   // Rows of a unit: those of a request, in equal parts where they are more than fit; ragged, of the average request.
   const bool ragged = p.rows.cu_q_lens != nullptr;
@@ -81,6 +57,7 @@ inline void choose_units(Problem& p, int64_t num_rows, int slots, int fixed_tile
     p.first_unit = unit_of(p.block.first_row);
     p.num_units = unit_of(last_row) + 1 - p.first_unit;
   }
+  return p;
 }
 
 struct PagePlace {

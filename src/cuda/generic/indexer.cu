@@ -2,6 +2,7 @@
 #include "cuda/common/check.h"
 #include "cuda/common/index_select.h"
 #include "cuda/common/launch.cuh"
+#include "cuda/common/logit_problem.cuh"
 #include "cuda/common/topk.cuh"
 #include "cuda/generic/set.h"
 
@@ -17,21 +18,8 @@ namespace {
 constexpr int kLogitThreads = 256;
 constexpr int kKeysPerBlock = 64;  // 8 keys a warp against one load of the row's queries
 
-struct LogitArgs {
-  const void* q;
-  DType q_dtype;
-  int64_t q_row_stride, q_head_stride;
-  const float* weights;
-  int64_t weights_stride;
-  int num_heads;
-  IndexCacheView cache;
-  Rows rows;
-  Pages pages;
-  LogitBlock block;
-};
-
 // Shared memory: queries [head_dim][num_heads] fp32 (32 KB for 64 x 128), so that lanes (heads) read neighbours.
-__global__ void __launch_bounds__(kLogitThreads) index_logits_kernel(LogitArgs a) {
+__global__ void __launch_bounds__(kLogitThreads) index_logits_kernel(const __grid_constant__ LogitProblem a) {
   wait_for_stream();
   let_next_start();
   extern __shared__ float query[];
@@ -74,18 +62,7 @@ __global__ void __launch_bounds__(kLogitThreads) index_logits_kernel(LogitArgs a
 
 void launch_logits(const char* function, const TensorView& q, const TensorView& weights, const IndexCacheView& cache,
                    const PageTableView& pages, const QueryRows& rows, const LogitBlock& block, Stream stream) {
-  LogitArgs a{};
-  a.q = q.data;
-  a.q_dtype = q.dtype;
-  a.q_row_stride = q.stride[0];
-  a.q_head_stride = q.stride[1];
-  a.weights = static_cast<const float*>(weights.data);
-  a.weights_stride = weights.stride[0];
-  a.num_heads = static_cast<int>(q.shape[1]);
-  a.cache = cache;
-  a.rows = make_rows(rows);
-  a.pages = make_pages(pages);
-  a.block = block;
+  const LogitProblem a = make_logit_problem(q, weights, cache, pages, rows, block);
   const int64_t key_blocks = (block.num_columns + kKeysPerBlock - 1) / kKeysPerBlock;
   const size_t bytes = sizeof(float) * static_cast<size_t>(a.num_heads) * static_cast<size_t>(cache.head_dim);
   launch_kernel(function, index_logits_kernel,
@@ -94,12 +71,7 @@ void launch_logits(const char* function, const TensorView& q, const TensorView& 
 
 }  // namespace
 
-void run_index_logits(const IndexLogits& p, const RunContext& c) {
-  const DeviceGuard guard(IndexLogits::kName, p.q.device.index);
-  const LogitBlock block{
-      p.logits.data, p.logits.stride[0], p.logits.shape[1], 0, p.q.shape[0], p.logits.dtype == DType::kBf16};
-  launch_logits(IndexLogits::kName, p.q, p.weights, p.cache, p.pages, p.rows, block, c.stream);
-}
+void run_index_logits(const IndexLogits& p, const RunContext& c) { cuda::run_index_logits(p, c, launch_logits); }
 
 void run_topk(const TopK& p, const RunContext& c) {
   const DeviceGuard guard(TopK::kName, p.logits.device.index);

@@ -269,6 +269,20 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
     look_up(warp + kWarps);
 
     // ---- queries and weights of the phase ----
+    // Weights are under way before the queries are waited for.
+    constexpr int kWeights = (kMaxSlots * C::kHeads + kThreads - 1) / kThreads;
+    float weight[kWeights];
+    bool has_weight[kWeights];
+#pragma unroll
+    for (int j = 0; j < kWeights; ++j) {
+      const int i = tid + j * kThreads, h = i % C::kHeads, slot = i / C::kHeads;
+      has_weight[j] = slot < slots && slot % p.rows_per_unit < parts[slot / p.rows_per_unit].num_rows;
+      weight[j] = 0.0f;
+      if (has_weight[j] && h < p.num_heads) {
+        const int64_t row = parts[slot / p.rows_per_unit].first_row + slot % p.rows_per_unit;
+        weight[j] = p.weights[row * p.weights_stride + h];
+      }
+    }
     // B of head h, step `step`, for the lanes of quad position `quad`.
     auto fragment = [&](int slot, int h, int step, int quad) {
       return queries + slot * C::kSlotWords + ((h / 16 * C::kSteps + step) * 32 + h % 8 * 4 + quad) * 4 + h / 8 % 2 * 2;
@@ -294,14 +308,9 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
             }
           });
     }
-#pragma unroll 1
-    for (int i = tid; i < slots * C::kHeads; i += kThreads) {
-      const int h = i % C::kHeads, slot = i / C::kHeads;
-      const Part& part = parts[slot / p.rows_per_unit];
-      if (slot % p.rows_per_unit >= part.num_rows) continue;
-      const int64_t row = part.first_row + slot % p.rows_per_unit;
-      weights[i] = h < p.num_heads ? p.weights[row * p.weights_stride + h] : 0.0f;
-    }
+#pragma unroll
+    for (int j = 0; j < kWeights; ++j)
+      if (has_weight[j]) weights[tid + j * kThreads] = weight[j];
     __syncthreads();
 
     // ---- tiles ----

@@ -72,7 +72,7 @@ const ImplementationSet& mma_set() noexcept {
           },
       .ragged_prefill = {refuses_ragged, nullptr, mma::run_ragged_prefill},
       .mla_decode = {refuses_dense, mma::workspace_mla_decode, mma::run_mla_decode, true},
-      .index_logits = {refuses_index_logits, nullptr, mma::run_index_logits},
+      .index_logits = {refuses_index_logits, nullptr, run_index_logits_over<mma::launch_index_logits>},
       .index_select = {refuses_index_select, workspace_index_select, run_index_select_over<mma::launch_index_logits>},
       .sparse_attention = {refuses_absorbed<SparseAttention>, mma::workspace_sparse_attention,
                            mma::run_sparse_attention, true},

@@ -16,7 +16,6 @@ size_t workspace_sparse_attention(const SparseAttention& p, int num_workers);
 void run_ragged_prefill(const RaggedPrefill& p, const RunContext& c);
 void run_mla_decode(const MlaDecode& p, const RunContext& c);
 void run_sparse_attention(const SparseAttention& p, const RunContext& c);
-void run_index_logits(const IndexLogits& p, const RunContext& c);
 /// Scores a block of rows of a call whose arguments the set takes. No workspace.
 void launch_index_logits(const char* function, const TensorView& q, const TensorView& weights,
                          const IndexCacheView& cache, const PageTableView& pages, const QueryRows& rows,

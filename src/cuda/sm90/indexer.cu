@@ -13,12 +13,12 @@ namespace sm90 {
 namespace {
 
 template <class C>
-void launch(const char* function, index_units::Problem a, int device, int64_t rows, Stream stream) {
+void launch(const char* function, const LogitProblem& logits, int device, int64_t rows, Stream stream) {
   int sms = 0;
   GANNET_CUDA(function, cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
   // Measured, 8,192 causal rows: the blocks with the short units took 8.5 us a unit longer than its tiles of 1.1 us.
   constexpr int kFixedTiles = 8;
-  index_units::choose_units(a, rows, C::kSlots, kFixedTiles);
+  const index_units::Problem a = index_units::make_problem(logits, rows, C::kSlots, kFixedTiles);
   const size_t bytes = C::shared_bytes(a.rows_per_unit * a.units_per_phase);
   auto* kernel = a.block.bf16 ? indexer::index_logits_kernel<C, uint16_t> : indexer::index_logits_kernel<C, float>;
   launch_kernel(function, kernel, {.blocks = sms, .threads = indexer::kThreads, .shared_bytes = bytes}, stream, a);
@@ -29,16 +29,9 @@ void launch(const char* function, index_units::Problem a, int device, int64_t ro
 void launch_index_logits(const char* function, const TensorView& q, const TensorView& weights,
                          const IndexCacheView& cache, const PageTableView& pages, const QueryRows& rows,
                          const LogitBlock& block, Stream stream) {
-  const index_units::Problem a = index_units::make_problem(q, weights, cache, pages, rows, block);
+  const LogitProblem a = make_logit_problem(q, weights, cache, pages, rows, block);
   if (a.num_heads <= 32) launch<indexer::Config<32>>(function, a, q.device.index, q.shape[0], stream);
   else launch<indexer::Config<64>>(function, a, q.device.index, q.shape[0], stream);
-}
-
-void run_index_logits(const IndexLogits& p, const RunContext& c) {
-  const DeviceGuard guard(IndexLogits::kName, p.q.device.index);
-  const LogitBlock block{
-      p.logits.data, p.logits.stride[0], p.logits.shape[1], 0, p.q.shape[0], p.logits.dtype == DType::kBf16};
-  launch_index_logits(IndexLogits::kName, p.q, p.weights, p.cache, p.pages, p.rows, block, c.stream);
 }
 
 }  // namespace sm90

@@ -68,7 +68,7 @@ const ImplementationSet& sm90_set() noexcept {
           },
       .ragged_prefill = {refuses_ragged, sm90::workspace_ragged_prefill, sm90::run_ragged_prefill},
       .mla_decode = {refuses_dense, sm90::workspace_mla_decode, sm90::run_mla_decode, true},
-      .index_logits = {refuses_index_logits, nullptr, sm90::run_index_logits},
+      .index_logits = {refuses_index_logits, nullptr, run_index_logits_over<sm90::launch_index_logits>},
       .index_select = {refuses_index_select, workspace_index_select, run_index_select_over<sm90::launch_index_logits>},
       .sparse_attention = {refuses_absorbed<SparseAttention>, sm90::workspace_sparse_attention,
                            sm90::run_sparse_attention, true},
