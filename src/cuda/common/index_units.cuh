@@ -100,8 +100,8 @@ __device__ inline Unit unit_at(const Problem& p, int index) {
     u.rows_of_request = p.rows.cu_q_lens[low + 1] - u.first_of_request;
     group = index - (u.first_of_request / p.rows_per_unit + low);
   } else {
-    u.request = index / p.units_per_request;
-    group = index % p.units_per_request;
+    u.request = p.units_per_request == 1 ? index : index / p.units_per_request;
+    group = index - u.request * p.units_per_request;
     u.first_of_request = u.request * p.rows.q_len;
     u.rows_of_request = p.rows.q_len;
   }
@@ -147,7 +147,71 @@ struct Schedule {
   int next_unit;         // of the next phase
   int64_t tiles_before;  // before it
 
-  /// The stretch [begin, end) of the line for this block; false if there are none. next_phase() comes next.
+  /// The stretch [begin, end) of the line for this block, and its first phase; false if there is none. All threads call
+  /// it. Where a lane a unit is enough, so in decode, each warp finds the stretch by itself, from one look at the
+  /// lengths: all of this is on the way to the first key, and small launches are little else.
+  __device__ bool start(const Problem& p, int64_t& begin, int64_t& end) {
+    constexpr int kLanes = 32;
+    constexpr uint32_t kAll = 0xffffffffu;
+    if (p.num_units > kLanes) {
+      if (!find_stretch(p, begin, end)) return false;
+      next_phase(p, begin, end);
+      return true;
+    }
+    const int lane = threadIdx.x % kLanes, units = p.units_per_phase;
+    Unit u{};
+    if (lane < p.num_units) u = unit_at(p, lane);
+    const uint32_t tiles = tiles_of(u);
+    uint32_t behind = length_of(p, u);  // becomes the end of the unit on the line: 32 of up to 2^24 tiles
+    for (int offset = 1; offset < kLanes; offset *= 2) {
+      const uint32_t x = __shfl_up_sync(kAll, behind, offset);
+      if (lane >= offset) behind += x;
+    }
+    const uint32_t total = __shfl_sync(kAll, behind, kLanes - 1);
+    const auto first = static_cast<uint32_t>(share(total, blockIdx.x));
+    const auto last = static_cast<uint32_t>(share(total, blockIdx.x + 1));
+    begin = first;
+    end = last;
+    if (first >= last) return false;
+    if (threadIdx.x < kLanes) {
+      const int lead = __ffs(static_cast<int>(__ballot_sync(kAll, behind > first))) - 1;  // unit of the first part
+      const int part = lane - lead;
+      const bool here = part >= 0 && part < units;
+      const uint32_t from = max(first, behind - tiles), to = min(last, behind);
+      const int n = here && from < to ? static_cast<int>(to - from) : 0;
+      // Units that share a phase have no fixed cost: their tiles lie side by side.
+      const int done = units == 1 ? n : static_cast<int>(to - first);
+      const int last_lane = min(lead + units - 1, kLanes - 1);
+      const int num_tiles = __shfl_sync(kAll, done, last_lane);
+      const uint32_t line_end = __shfl_sync(kAll, behind, last_lane);
+      if (here)
+        parts[part] = {n > 0 ? page_list(p.pages, u.request).ids : nullptr, u.first_row, n > 0 ? u.num_rows : 0, u.keys,
+                       static_cast<int32_t>(from - (behind - tiles)),       done - n};
+      if (lane < units && lead + lane >= kLanes) parts[lane] = {nullptr, 0, 0, 0, 0, num_tiles};
+      if (lane == 0) {
+        parts[units].begin = num_tiles;
+        next_unit = lead + units;
+        tiles_before = line_end;
+      }
+      const int rows = n > 0 ? u.num_rows : 0;
+      if (p.rows_per_unit == 1) {
+        if (rows > 0) bounds[part] = u.keys;
+      } else {
+        set_bounds(p, u, rows, lead);
+      }
+    }
+    __syncthreads();
+    return true;
+  }
+
+  /// Where the line of `total` tiles is cut before block i.
+  __device__ static int64_t share(int64_t total, uint32_t i) {
+    constexpr int64_t kShort = 1 << 20;  // total * gridDim fits 32 bits for up to 2,047 blocks; 64 bits are slow
+    if (total < kShort && gridDim.x < 2048) return static_cast<uint32_t>(total) * i / gridDim.x;
+    return total * i / gridDim.x;
+  }
+
+  /// The stretch [begin, end) of the line for this block; false if there is none. next_phase() comes next.
   __device__ bool find_stretch(const Problem& p, int64_t& begin, int64_t& end) {
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     const int units_per_thread = (p.num_units + kThreads - 1) / kThreads;
@@ -169,14 +233,8 @@ struct Schedule {
       if (w < warp) before += warp_tiles[w];
       total += warp_tiles[w];
     }
-    constexpr int64_t kShort = 1 << 20;  // total * gridDim fits 32 bits for up to 2,047 blocks
-    if (total < kShort && gridDim.x < 2048) {
-      begin = static_cast<uint32_t>(total) * blockIdx.x / gridDim.x;
-      end = static_cast<uint32_t>(total) * (blockIdx.x + 1) / gridDim.x;
-    } else {
-      begin = total * blockIdx.x / gridDim.x;
-      end = total * (blockIdx.x + 1) / gridDim.x;
-    }
+    begin = share(total, blockIdx.x);
+    end = share(total, blockIdx.x + 1);
     if (begin >= end) return false;
     if (before <= begin && begin < before + mine) {
       int u = first_mine;
@@ -220,16 +278,7 @@ struct Schedule {
         parts[lane] = {n > 0 ? page_list(p.pages, u.request).ids : nullptr, u.first_row, n > 0 ? u.num_rows : 0, u.keys,
                        static_cast<int32_t>(from - (last - tiles)),         behind - n};
       }
-      // A lane a slot: what the lane of its part knows.
-      const int part = lane / p.rows_per_unit, row = lane % p.rows_per_unit;
-      const int of_part = part < p.units_per_phase ? part : 0;
-      Unit v{};
-      v.request = __shfl_sync(0xffffffffu, u.request, of_part);
-      v.first_row = __shfl_sync(0xffffffffu, u.first_row, of_part);
-      v.num_rows = __shfl_sync(0xffffffffu, n > 0 ? u.num_rows : 0, of_part);
-      v.first_of_request = __shfl_sync(0xffffffffu, u.first_of_request, of_part);
-      v.rows_of_request = __shfl_sync(0xffffffffu, u.rows_of_request, of_part);
-      if (part < p.units_per_phase && row < v.num_rows) bounds[lane] = keys_of(p, v, v.first_row + row);
+      set_bounds(p, u, n > 0 ? u.num_rows : 0, 0);
       if (lane == p.units_per_phase - 1) {
         parts[p.units_per_phase].begin = behind;
         next_unit = first_unit + p.units_per_phase;
@@ -237,6 +286,21 @@ struct Schedule {
       }
     }
     __syncthreads();
+  }
+
+  /// Fills `bounds`: by a warp whose lane `lead` + part has the unit of that part, and how many of its rows count. A
+  /// lane then does a slot.
+  __device__ void set_bounds(const Problem& p, const Unit& u, int rows, int lead) {
+    const int lane = threadIdx.x % 32, part = lane / p.rows_per_unit, row = lane % p.rows_per_unit;
+    const int from = part < p.units_per_phase ? min(lead + part, 31) : 0;
+    Unit v{};
+    v.request = __shfl_sync(0xffffffffu, u.request, from);
+    v.first_row = __shfl_sync(0xffffffffu, u.first_row, from);
+    v.num_rows = __shfl_sync(0xffffffffu, rows, from);
+    v.first_of_request = __shfl_sync(0xffffffffu, u.first_of_request, from);
+    v.rows_of_request = __shfl_sync(0xffffffffu, u.rows_of_request, from);
+    if (part < p.units_per_phase && lead + part < 32 && row < v.num_rows)
+      bounds[lane] = keys_of(p, v, v.first_row + row);
   }
 
   __device__ bool last_phase(const Problem& p, int64_t end) const {

@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
   constexpr uint32_t kAll = 0xffffffffu;
 
   int64_t begin, end;
-  if (!schedule.find_stretch(p, begin, end)) return;
+  if (!schedule.start(p, begin, end)) return;
 
   const int64_t to_scales = int64_t{p.cache.page_size} * C::kDim;  // from the start of a page
   const auto* pool = static_cast<const unsigned char*>(p.cache.data);
@@ -198,7 +198,6 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
   const int my_key = 16 * t + g;  // and 8 more: the keys whose results this lane stores
 
   for (;;) {
-    schedule.next_phase(p, begin, end);
     // A warp's item is a tile with all rows of the unit, as far as there is one for each warp; then a row of a tile, so
     // that the last round of the warps is short.
     const int num_tiles = schedule.num_tiles(p), num_whole = num_tiles / kWarps * kWarps;
@@ -432,6 +431,7 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
       }
     }
     if (last_phase) return;
+    schedule.next_phase(p, begin, end);
   }
 }
 

@@ -216,14 +216,13 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
   }
   fence_async_shared();
   int64_t begin, end;
-  if (uniform(schedule.find_stretch(p, begin, end)) == 0) return;
+  if (uniform(schedule.start(p, begin, end)) == 0) return;
 
   const auto* pool = static_cast<const unsigned char*>(p.cache.data);
   const int64_t to_scales = int64_t{p.cache.page_size} * kDim;  // from the start of a page
   int sequence = 0;  // of the warpgroup's next item; its stage and the parities of its barriers
 
   for (;;) {
-    schedule.next_phase(p, begin, end);
     const bool last_phase = uniform(schedule.last_phase(p, end)) != 0;
     const Part* const parts = schedule.parts;
     // A warpgroup's item is a tile with all rows of the unit; with some of them in a phase of so few tiles that the
@@ -424,6 +423,7 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
     }
     sequence += mine;
     if (last_phase) return;
+    schedule.next_phase(p, begin, end);
   }
 #endif
 }
