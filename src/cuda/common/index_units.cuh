@@ -24,6 +24,7 @@ constexpr int kMaxUnits = 8;  // of a phase
 struct Problem : LogitProblem {
   int page_shift;  // log2 of page_size, or -1: divisions are slow
   int rows_per_unit, units_per_phase;
+  int per_row;                // 1,024 / rows_per_unit, rounded up
   int fixed_tiles;            // what a unit costs beside its tiles, in tiles
   int units_per_request;      // for q_len rows a request
   int first_unit, num_units;  // enough for the rows of the block; those of other rows are empty
@@ -43,6 +44,7 @@ inline Problem make_problem(const LogitProblem& logits, int64_t num_rows, int sl
   const bool ragged = p.rows.cu_q_lens != nullptr;
   const int64_t rows_of_request = ragged ? divide_up(num_rows, p.rows.num_requests) : p.rows.q_len;
   p.rows_per_unit = static_cast<int>(divide_up(rows_of_request, divide_up(rows_of_request, slots)));
+  p.per_row = static_cast<int>(divide_up(1024, p.rows_per_unit));
   p.units_per_phase = std::clamp(slots / p.rows_per_unit, 1, kMaxUnits);
   p.fixed_tiles = p.units_per_phase == 1 ? fixed_tiles : 0;
   p.units_per_request = static_cast<int>(divide_up(rows_of_request, p.rows_per_unit));
@@ -67,6 +69,9 @@ __device__ inline PagePlace place_in_page(const Problem& p, int position) {
   if (p.page_shift >= 0) return {position >> p.page_shift, position & ((1 << p.page_shift) - 1)};
   return {position / p.cache.page_size, position % p.cache.page_size};
 }
+
+/// x / rows_per_unit, for x below 64 and up to 16 rows a unit: the product is less than 1 / rows_per_unit too large.
+__device__ inline int over_rows(const Problem& p, int x) { return x * p.per_row >> 10; }
 
 /// Rows and requests are 32-bit numbers, as cumulative lengths and positions are: 64-bit divisions are slow.
 struct Unit {
@@ -291,7 +296,7 @@ struct Schedule {
   /// Fills `bounds`: by a warp whose lane `lead` + part has the unit of that part, and how many of its rows count. A
   /// lane then does a slot.
   __device__ void set_bounds(const Problem& p, const Unit& u, int rows, int lead) {
-    const int lane = threadIdx.x % 32, part = lane / p.rows_per_unit, row = lane % p.rows_per_unit;
+    const int lane = threadIdx.x % 32, part = over_rows(p, lane), row = lane - part * p.rows_per_unit;
     const int from = part < p.units_per_phase ? min(lead + part, 31) : 0;
     Unit v{};
     v.request = __shfl_sync(0xffffffffu, u.request, from);
@@ -333,10 +338,11 @@ __device__ inline void for_each_query_piece(const Problem& p, const Part* parts,
       v[j] = uint4{0, 0, 0, 0};
       wanted[j] = false;
       if (i < num_pieces) {
-        const Part& part = parts[slot / p.rows_per_unit];
-        wanted[j] = slot % p.rows_per_unit < part.num_rows;
+        const int e = over_rows(p, slot), r = slot - e * p.rows_per_unit;
+        const Part& part = parts[e];
+        wanted[j] = r < part.num_rows;
         if (wanted[j] && h < p.num_heads) {
-          const int64_t row = part.first_row + slot % p.rows_per_unit;
+          const int64_t row = part.first_row + r;
           v[j] = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.q) + row * p.q_row_stride +
                                                  h * p.q_head_stride + kValues * piece);
         }

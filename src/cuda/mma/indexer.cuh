@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
     const int num_tiles = schedule.num_tiles(p), num_whole = num_tiles / kWarps * kWarps;
     const int num_items = num_whole + (num_tiles - num_whole) * p.rows_per_unit;
     auto tile_of = [&](int item) {
-      return item < num_whole ? item : num_whole + (item - num_whole) / p.rows_per_unit;
+      return item < num_whole ? item : num_whole + over_rows(p, item - num_whole);
     };
     const bool last_phase = schedule.last_phase(p, end);
     const Part* const parts = schedule.parts;
@@ -275,10 +275,11 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
 #pragma unroll
     for (int j = 0; j < kWeights; ++j) {
       const int i = tid + j * kThreads, h = i % C::kHeads, slot = i / C::kHeads;
-      has_weight[j] = slot < slots && slot % p.rows_per_unit < parts[slot / p.rows_per_unit].num_rows;
+      const int e = over_rows(p, slot), r = slot - e * p.rows_per_unit;
+      has_weight[j] = slot < slots && r < parts[e].num_rows;
       weight[j] = 0.0f;
       if (has_weight[j] && h < p.num_heads) {
-        const int64_t row = parts[slot / p.rows_per_unit].first_row + slot % p.rows_per_unit;
+        const int64_t row = parts[e].first_row + r;
         weight[j] = p.weights[row * p.weights_stride + h];
       }
     }
@@ -362,7 +363,7 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
 
       const int64_t first_row = parts[e].first_row;
       const int first_slot = e * p.rows_per_unit;
-      const int first = item < num_whole ? 0 : (item - num_whole) % p.rows_per_unit;
+      const int first = item < num_whole ? 0 : item - num_whole - (i - num_whole) * p.rows_per_unit;
       const int last = min(item < num_whole ? p.rows_per_unit : first + 1, parts[e].num_rows);
 #pragma unroll 1
       for (int r = first; r < last; ++r) {

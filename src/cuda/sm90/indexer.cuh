@@ -232,7 +232,8 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
                               : num_tiles >= 2 * kWarpgroups
                                   ? (p.rows_per_unit / 2 + C::kRowsPerItem - 1) / C::kRowsPerItem * C::kRowsPerItem
                                   : C::kRowsPerItem;
-    const int items_per_tile = (p.rows_per_unit + rows_per_item - 1) / rows_per_item;
+    const int items_per_tile =
+        rows_per_item == p.rows_per_unit ? 1 : (p.rows_per_unit + rows_per_item - 1) / rows_per_item;
     const int num_items = uniform(num_tiles * items_per_tile);
     const int mine = num_items > warpgroup ? (num_items - warpgroup + kWarpgroups - 1) / kWarpgroups : 0;
 
@@ -327,10 +328,10 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
     static_assert(C::kSlots * C::kHeads <= kThreads);
     float weight = 0.0f;
     const int weight_head = tid % C::kHeads, weight_slot = tid / C::kHeads;
-    const bool has_weight =
-        weight_slot < slots && weight_slot % p.rows_per_unit < parts[weight_slot / p.rows_per_unit].num_rows;
+    const int weight_part = over_rows(p, weight_slot), weight_row = weight_slot - weight_part * p.rows_per_unit;
+    const bool has_weight = weight_slot < slots && weight_row < parts[weight_part].num_rows;
     if (has_weight && weight_head < p.num_heads) {
-      const int64_t row = parts[weight_slot / p.rows_per_unit].first_row + weight_slot % p.rows_per_unit;
+      const int64_t row = parts[weight_part].first_row + weight_row;
       weight = p.weights[row * p.weights_stride + weight_head];
     }
     for_each_query_piece<uint8_t, C::kHeads, kDim / 16, kThreads>(
