@@ -33,6 +33,7 @@
 #include "cuda/common/check.h"
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/launch.cuh"
+#include "cuda/common/mma.cuh"
 
 namespace gannet {
 inline namespace v0 {
@@ -248,7 +249,16 @@ struct Threshold {
   uint32_t key, quota, lowest;
 };
 
-__device__ void count_key(uint32_t* histogram, uint32_t key) { atomicAdd(&histogram[key >> (32 - kDigitBits)], 1u); }
+/// Adds one to a word of shared memory, without a branch. By address: the compiler would find the histogram anew in each
+/// of its basic blocks.
+__device__ inline void count_at(uint32_t address) {
+  asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(address));
+}
+__device__ inline void count_at_if(bool condition, uint32_t address) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.s32 p, %1, 0;\n @p red.shared.add.u32 [%0], 1;\n}" ::"r"(address),
+               "r"(static_cast<int>(condition)));
+}
+__device__ inline uint32_t first_digit(uint32_t key) { return key >> (32 - kDigitBits); }
 
 /// Which bin of the histogram, all blocks together, holds the remaining-th key from the top. By warp 0. Adds to
 /// t.shared.greater this block's keys above the bin.
@@ -320,20 +330,33 @@ __device__ void count_digit(const Team& t, const Source& source, uint32_t* histo
 }
 __device__ void count_digit(const Team&, const List& list, uint32_t* histogram, uint32_t known, uint32_t prefix,
                             int shift, uint32_t mask) {
-  for (uint32_t at = 4 * threadIdx.x; at < list.end; at += 4 * kThreads) {
-    const uint4 four = *reinterpret_cast<const uint4*>(list.keys + at);
-    const uint32_t key[4] = {four.x, four.y, four.z, four.w};
-    if (at >= list.first && at + 4 <= list.end) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if ((key[e] & known) == prefix) atomicAdd(&histogram[key[e] >> shift & mask], 1u);
-    } else {
-#pragma unroll
-      for (uint32_t e = 0; e < 4; ++e)
-        if (at + e >= list.first && at + e < list.end && (key[e] & known) == prefix)
-          atomicAdd(&histogram[key[e] >> shift & mask], 1u);
-    }
+  constexpr uint32_t kStep = 4 * kThreads;
+  const uint32_t bins = shared_address(histogram);
+  const auto count = [&](uint32_t key, bool there) {
+    count_at_if(there && (key & known) == prefix, bins + 4 * (key >> shift & mask));
+  };
+  const auto four_at = [&](uint32_t at) { return *reinterpret_cast<const uint4*>(list.keys + at); };
+  const auto count_edge = [&](uint32_t at) {
+    const uint4 four = four_at(at);
+    const auto there = [&](uint32_t e) { return at + e >= list.first && at + e < list.end; };
+    count(four.x, there(0));
+    count(four.y, there(1));
+    count(four.z, there(2));
+    count(four.w, there(3));
+  };
+  uint32_t at = 4 * threadIdx.x;
+  if (at < list.first && at < list.end) {
+    count_edge(at);
+    at += kStep;
   }
+  for (; at + 4 <= list.end; at += kStep) {
+    const uint4 four = four_at(at);
+    count(four.x, true);
+    count(four.y, true);
+    count(four.z, true);
+    count(four.w, true);
+  }
+  if (at < list.end) count_edge(at);
 }
 
 /// The k-th largest key of all blocks' sources, which hold at least k. `counted`: the caller has filled the first
@@ -422,28 +445,34 @@ __device__ void for_each_taken(Team& t, const Source& source, const Threshold& t
 
 /// Calls emit(index, column) for the taken keys in order of column. A warp marks its stretch of the list by ballots: a
 /// word for 32 neighbours, which lane i keeps of the i-th 32; then it knows each key's place by counting bits. A lane
-/// has a key at a time and neighbours are written by neighbours: a third of the instructions of for_each_taken().
-template <class Emit>
-__device__ void emit_taken(Team& t, const List& list, const Threshold& threshold, uint32_t greater, uint32_t equal,
-                           const Emit& emit) {
+/// has a key at a time and neighbours are written by neighbours. kTies: there is a quota of keys at the threshold.
+template <bool kTies, class Emit>
+__device__ void emit_marked(Team& t, const List& list, const Threshold& threshold, uint32_t greater, uint32_t equal,
+                            const Emit& emit) {
   constexpr uint32_t kRoundKeys = kThreads * 32;
-  const uint32_t lower_lanes = (1u << t.lane) - 1, quota = threshold.quota;
-  const bool ties = quota != 0;
+  const uint32_t lane_bit = 1u << t.lane, quota = threshold.quota;
   for (uint32_t base = 0; base < list.end; base += kRoundKeys) {
     const uint32_t each = (min(list.end - base, kRoundKeys) + kThreads - 1) / kThreads * 32;  // keys of a warp
-    const uint32_t begin = base + t.warp * each;
+    const uint32_t begin = base + t.warp * each, mine = begin + t.lane;
     const int words = begin < list.end ? static_cast<int>((min(each, list.end - begin) + 31) / 32) : 0;
     uint32_t above = 0, level = 0;
-#pragma unroll 4
-    for (int i = 0; i < words; ++i) {
-      const uint32_t at = begin + 32 * i + t.lane;
-      const bool there = at >= list.first && at < list.end;
-      const uint32_t key = there ? list.keys[at] : 0;
+    const auto mark = [&](int i, uint32_t key, bool there) {
       const uint32_t a = __ballot_sync(kAll, there && key > threshold.key);
       if (t.lane == i) above = a;
-      if (ties) {
+      if constexpr (kTies) {
         const uint32_t l = __ballot_sync(kAll, there && key == threshold.key);
         if (t.lane == i) level = l;
+      }
+    };
+    if (begin >= list.first && begin + 32 * words <= list.end) {
+#pragma unroll 4
+      for (int i = 0; i < words; ++i) mark(i, list.keys[mine + 32 * i], true);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < words; ++i) {
+        const uint32_t at = mine + 32 * i;
+        const bool there = at >= list.first && at < list.end;
+        mark(i, there ? list.keys[at] : 0, there);
       }
     }
     const uint32_t own = static_cast<uint32_t>(__popc(above) | __popc(level) << 16);  // of a round: 2^14 at most
@@ -461,22 +490,30 @@ __device__ void emit_taken(Team& t, const List& list, const Threshold& threshold
     const uint32_t before = upto - own + __reduce_add_sync(kAll, t.lane < t.warp ? counts : 0);
     const uint32_t all = __reduce_add_sync(kAll, counts);
     const uint32_t greater_before = greater + (before & 0xffff), equal_before = equal + (before >> 16);
-#pragma unroll 2
+#pragma unroll 4
     for (int i = 0; i < words; ++i) {
-      const uint32_t a = __shfl_sync(kAll, above, i), l = ties ? __shfl_sync(kAll, level, i) : 0;
-      uint32_t index = __shfl_sync(kAll, greater_before, i) + static_cast<uint32_t>(__popc(a & lower_lanes));
-      bool taken = (a >> t.lane & 1) != 0;
-      if (ties) {
-        const uint32_t e = __shfl_sync(kAll, equal_before, i) + static_cast<uint32_t>(__popc(l & lower_lanes));
-        taken = taken || ((l >> t.lane & 1) != 0 && e < quota);
+      const uint32_t a = __shfl_sync(kAll, above, i);
+      uint32_t index = __shfl_sync(kAll, greater_before, i) + static_cast<uint32_t>(__popc(a & (lane_bit - 1)));
+      bool taken = (a & lane_bit) != 0;
+      if constexpr (kTies) {
+        const uint32_t l = __shfl_sync(kAll, level, i);
+        const uint32_t e =
+            __shfl_sync(kAll, equal_before, i) + static_cast<uint32_t>(__popc(l & (lane_bit - 1)));
+        taken = taken || ((l & lane_bit) != 0 && e < quota);
         index += min(e, quota);
       }
-      const uint32_t at = begin + 32 * i + t.lane;
+      const uint32_t at = mine + 32 * i;
       if (taken) emit(index, list.column_of != nullptr ? list.column_of[at] : at + list.offset);
     }
     greater += all & 0xffff;
     equal += all >> 16;
   }
+}
+template <class Emit>
+__device__ void emit_taken(Team& t, const List& list, const Threshold& threshold, uint32_t greater, uint32_t equal,
+                           const Emit& emit) {
+  if (threshold.quota != 0) emit_marked<true>(t, list, threshold, greater, equal, emit);
+  else emit_marked<false>(t, list, threshold, greater, 0, emit);
 }
 template <class T, class Emit>
 __device__ void emit_taken(Team& t, const RowSlice<T>& slice, const Threshold& threshold, uint32_t greater,
@@ -487,36 +524,35 @@ __device__ void emit_taken(Team& t, const RowSlice<T>& slice, const Threshold& t
 
 // ---- filling the list --------------------------------------------------------------------------------------------
 
-/// All keys of a slice, and their first histogram.
+/// All keys of a slice, and their first histogram. A tile is under way while the one before is written.
 template <class T>
 __device__ void keep_whole(Team& t, const RowSlice<T>& slice, List& list) {
-  uint32_t* histogram = t.shared.histogram[t.histogram];
-  typename RowSlice<T>::Raw raw, next;
+  const uint32_t bins = shared_address(t.shared.histogram[t.histogram]);
+  typename RowSlice<T>::Raw next;
   const uint32_t tiles = slice.num_tiles();
-  uint32_t valid = tiles > 0 ? slice.fetch(t, 0, next) : 0;
+  uint32_t next_valid = tiles > 0 ? slice.fetch(t, 0, next) : 0;
   for (uint32_t tile = 0; tile < tiles; ++tile) {
-    raw = next;
-    const uint32_t marks = valid;
-    if (tile + 1 < tiles) valid = slice.fetch(t, tile + 1, next);
+    const typename RowSlice<T>::Raw raw = next;
+    const uint32_t valid = next_valid;
+    if (tile + 1 < tiles) next_valid = slice.fetch(t, tile + 1, next);
     float x[kPerThread];
     slice.expand(raw, x);
 #pragma unroll
     for (int r = 0; r < kPerThread / 4; ++r) {
-      const uint32_t four = marks >> (4 * r) & 0xf;
+      const uint32_t four = valid >> (4 * r) & 0xf;
       if (four == 0) continue;
       uint32_t key[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) key[e] = order_key(x[4 * r + e]);
-      if (four == 0xf) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) count_key(histogram, key[e]);
-      } else {
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if ((four >> e & 1) != 0) count_key(histogram, key[e]);
-      }
       const uint32_t at = slice.place(t, tile, 4 * r / slice.kRun) + 4 * r % slice.kRun - slice.begin;
       *reinterpret_cast<uint4*>(list.keys + at) = {key[0], key[1], key[2], key[3]};
+      if (four == 0xf) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) count_at(bins + 4 * first_digit(key[e]));
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) count_at_if((four >> e & 1) != 0, bins + 4 * first_digit(key[e]));
+      }
     }
   }
   list.column_of = nullptr;
@@ -618,10 +654,12 @@ __global__ void __launch_bounds__(kThreads, kWhole ? 3 : 2)
   const PageList pages = place.request >= 0 ? page_list(a.pages, place.request) : PageList{nullptr, 0};
   int32_t* const positions = a.positions != nullptr ? a.positions + row * a.positions_stride : nullptr;
   int32_t* const slots = a.slots != nullptr ? a.slots + row * a.slots_stride : nullptr;
-  const auto emit = [&](uint32_t index, uint32_t column) {
+  const auto emit_position = [&](uint32_t index, uint32_t column) { positions[index] = static_cast<int32_t>(column); };
+  const auto page_size = static_cast<uint32_t>(a.page_size);
+  const int page_shift = (page_size & (page_size - 1)) == 0 ? 31 - __clz(static_cast<int>(page_size)) : -1;
+  const auto emit_slot = [&](uint32_t index, uint32_t column) {
     if (positions != nullptr) positions[index] = static_cast<int32_t>(column);
-    if (slots == nullptr) return;
-    const uint32_t page_size = static_cast<uint32_t>(a.page_size), page = column / page_size;
+    const uint32_t page = page_shift >= 0 ? column >> page_shift : column / page_size;
     const int64_t id = pages.ids[page];
     slots[index] = id >= 0 && id < a.num_pages ? static_cast<int32_t>(id * a.page_size + (column - page * page_size))
                                                : -1;
@@ -630,7 +668,8 @@ __global__ void __launch_bounds__(kThreads, kWhole ? 3 : 2)
   if (n <= a.k) {  // everything is taken: scores do not matter
     for (int64_t i = t.rank * kThreads + threadIdx.x; i < a.k; i += t.ranks * kThreads) {
       if (i < n) {
-        emit(static_cast<uint32_t>(i), static_cast<uint32_t>(i));
+        if (slots != nullptr) emit_slot(static_cast<uint32_t>(i), static_cast<uint32_t>(i));
+        else emit_position(static_cast<uint32_t>(i), static_cast<uint32_t>(i));
       } else {
         if (positions != nullptr) positions[i] = -1;
         if (slots != nullptr) slots[i] = -1;
@@ -672,7 +711,8 @@ __global__ void __launch_bounds__(kThreads, kWhole ? 3 : 2)
     // Not earlier: three blocks fit on a multiprocessor, and those of a next top-k would take the room of the first that
     // end, two or three to one and none to others (256 rows of 8,192: 16.6 us instead of 13.5).
     let_next_start();
-    emit_taken(t, source, threshold, greater, equal, emit);
+    if (slots != nullptr) emit_taken(t, source, threshold, greater, equal, emit_slot);
+    else emit_taken(t, source, threshold, greater, equal, emit_position);
     if (t.ranks > 1) cluster_wait();  // nobody reads this block's counts any more
   };
   List list{};
