@@ -322,6 +322,12 @@ void verify_index_logits(Recorder& r) {
                      .row_indices = form == PageTableForm::kPadded},
                     o);
     }
+    // Decode of many requests: kernels that find their work from the lengths take it by the warp up to 32.
+    for (const size_t requests : {31, 32, 33, 70}) {
+      std::vector<int32_t> lens(requests);
+      for (size_t i = 0; i < requests; ++i) lens[i] = i % 5 == 3 ? 0 : static_cast<int32_t>(i * 37 % 300);
+      logits_case(r, "many requests", fmt::format("{}", requests), {.seq_lens = lens}, o);
+    }
     // Many rows of a request: blocks of rows, and tiles of keys that only some of the rows see.
     for (const int64_t heads : {5, 32, 64}) {
       o.heads = heads;
@@ -510,7 +516,10 @@ void verify_topk_of(Recorder& r, DType dtype) {
     add({400000, 16385, 9000}, 2048, "400000, k 2048");
     add({70000, 30001, 30000, 9000}, 30000, "70000, k 30000");
     add({40000, 20000, 16385}, 16384, "40000, k 16384");
-    if (i == 0) add(std::vector<int32_t>(137, 20999), 2048, "137 rows of 20999, k 2048");
+    if (i == 0) {
+      add(std::vector<int32_t>(137, 20999), 2048, "137 rows of 20999, k 2048");
+      add(std::vector<int32_t>(137, 20400), 2048, "137 rows of 20400, k 2048");
+    }
   }
   const TopKProblem s = make_topk(kScoreKinds[13], {5000, 100, 0, 3000, 2049, 20000, 2048, 1}, 2048, 9, dtype);
   const Case c{"topk", format, "20 runs", "duplicates"};

@@ -17,15 +17,17 @@
 // 96 words of each other block and a pass costs one cluster barrier. The 2^32 keys at the end are one number, and so
 // are ties: `quota` of the keys equal to it are taken, the first by column.
 //
-// Order. Everything is compacted in order of column by scans over warps and blocks, so the result is ascending, ties go
-// to the smaller column, and no atomic decides anything but a count: 20 launches give the same bits.
+// Order. Everything is compacted in order of column by ballots and scans over warps and blocks, so the result is
+// ascending, ties go to the smaller column, and no atomic decides anything but a count: 20 launches give the same bits.
 //
-// Time, predicted for an H200 at 1.8 GHz. A shared-memory atomic of a warp costs about 8 cycles at random bins, so the
-// first histogram of 4,096 keys takes about 1,000; a further pass, with barriers, 300 (500 in a cluster); lens and
-// scores 1,200; compaction 300. One row of 4,096: 3,700 cycles, 2 us and the launch. One of 131,072 on 8 blocks:
-// 16,384 keys each, 4,100 + 1,500 + 1,500 + 1,200: 4.5 us and the launch. Many rows: two blocks of 512 threads on a
-// multiprocessor; 2,048 rows of 131,072 are 1.07 GB, 240 us at 4.46 TB/s, and the selection (about 8 us a row, 16
-// rows a multiprocessor) hides under the other block's loads.
+// End. Every loop is over tiles, digits (three) or words of marks, whatever the scores are; NaN, infinities and rows of
+// one value included.
+//
+// Time. Instructions bound it where rows are many: read off the SASS, 32 keys cost a warp 13 instructions until they are
+// kept and counted, 11 for each further pass and 19 to be placed and written, and 4,096 keys a multiprocessor that
+// issues four a cycle some 1,500 cycles; a row costs about 1,900 beside its keys. Few rows are bound by latency: lens,
+// scores, some ten barriers and two or three searches by a warp. Three blocks of 512 threads share a multiprocessor
+// where slices are kept whole in up to 13,000 words, else two; 2,048 rows of 131,072 are 1.07 GB, 240 us at 4.46 TB/s.
 #include "cuda/common/topk.cuh"
 
 #include <algorithm>
