@@ -14,6 +14,7 @@ struct LogitBlock {
   int64_t num_columns;  // keys from here on are not scored
   int64_t first_row, num_rows;
   bool bf16 = false;
+  int64_t unscored = 0;  // rows that see at most so many keys are left out: a selection takes all of them
 };
 
 }  // namespace cuda

@@ -12,7 +12,7 @@ namespace cuda {
 namespace {
 
 // Half of an L2 of 50 to 60 MB, so that top-k finds there what the scores' kernel wrote; and 64 rows of 131,072 keys,
-// which fill the chip. Rows that see at most k keys need no scores.
+// which fill the chip. Rows that see at most k keys need no scores and get none.
 constexpr int64_t kScratchBytes = int64_t{32} << 20;
 
 bool needs_scores(const IndexSelect& p) { return p.max_seq_len > p.topk_slots.shape[1]; }
@@ -38,6 +38,7 @@ void run_index_select(const IndexSelect& p, const RunContext& c, LaunchIndexLogi
   block.logits = c.workspace;
   block.stride = row_stride(p);
   block.num_columns = p.max_seq_len;
+  block.unscored = p.topk_slots.shape[1];
   TopKArgs t{};
   t.logits = block.logits;
   t.dtype = DType::kF32;

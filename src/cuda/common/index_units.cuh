@@ -83,7 +83,8 @@ struct Unit {
 __device__ inline int keys_of(const Problem& p, const Unit& u, int row) {
   const int64_t n = row_bound(p.rows.bound, p.rows.seq_lens[u.request], u.rows_of_request, row - u.first_of_request);
   const int64_t reach = min(page_list(p.pages, u.request).num_pages * p.cache.page_size, p.block.num_columns);
-  return static_cast<int>(min(n, reach));
+  const int64_t keys = min(n, reach);
+  return keys > p.block.unscored ? static_cast<int>(keys) : 0;
 }
 
 /// Unit number first_unit + index; one without rows of the block or without keys has keys == 0. Ragged: the units of

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kLogitThreads) index_logits_kernel(const __gri
   const int64_t first_key = static_cast<int64_t>(blockIdx.x % key_blocks) * kKeysPerBlock;
   const RowPlace place = place_row(a.rows, a.pages, a.cache.page_size, row);
   const int64_t num_keys = min(place.num_keys, a.block.num_columns);
-  if (place.request < 0 || first_key >= num_keys) return;
+  if (place.request < 0 || first_key >= num_keys || num_keys <= a.block.unscored) return;
   const PageList list = page_list(a.pages, place.request);
   const int dim = a.cache.head_dim, heads = a.num_heads;
   for (int i = threadIdx.x; i < heads * dim; i += kLogitThreads) {
