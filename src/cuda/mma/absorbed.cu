@@ -2,6 +2,7 @@
 #include "cuda/mma/absorbed.cuh"
 
 #include <algorithm>
+#include <bit>
 
 #include "cuda/common/check.h"
 #include "cuda/common/launch.cuh"
@@ -93,6 +94,8 @@ void launch_config(const char* function, Problem& p, const Shape& s, int device,
   schedule.num_parts = l.num_parts;
   schedule.lane_blocks = l.lane_blocks;
   schedule.num_groups = static_cast<int>(s.num_groups);
+  const auto page_size = static_cast<uint32_t>(p.cache.page_size);
+  schedule.page_shift = std::has_single_bit(page_size) ? std::countr_zero(page_size) : -1;
   const int64_t blocks = int64_t{l.num_parts} * l.lane_blocks;
   launch_kernel(function, absorbed_kernel<C, kFormat, Problem>,
                 {.blocks = blocks, .threads = kThreads, .shared_bytes = C::kSharedBytes}, c.stream, p, schedule);

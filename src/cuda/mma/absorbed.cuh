@@ -80,22 +80,24 @@ struct Config {
 /// What names a key's row, loaded well ahead of its use: a page of the table, or a slot of the list.
 __device__ inline const int32_t* names_of(const Dense::Place& g) { return g.list.ids; }
 __device__ inline const int32_t* names_of(const Sparse::Place& g) { return g.list; }
-__device__ inline int32_t name_of(const Dense& p, const int32_t* names, int key) {
-  return names[static_cast<uint32_t>(key) / static_cast<uint32_t>(p.cache.page_size)];
+__device__ inline int32_t name_of(const Dense& p, const Schedule& s, const int32_t* names, int key) {
+  return names[s.page_of(p, static_cast<uint32_t>(key))];
 }
-__device__ inline int32_t name_of(const Sparse&, const int32_t* names, int key) { return names[key]; }
+__device__ inline int32_t name_of(const Sparse&, const Schedule&, const int32_t* names, int key) { return names[key]; }
 
 /// Where the row lies; nullptr for one outside the pool. Positions and sizes fit 32 bits, offsets do not.
-__device__ inline const unsigned char* row_of(const Dense& p, int key, int32_t name) {
+__device__ inline const unsigned char* row_of(const Dense& p, const Schedule& s, int key, int32_t name) {
   if (name < 0 || name >= p.cache.num_pages) return nullptr;
+  const auto position = static_cast<uint32_t>(key);
   return static_cast<const unsigned char*>(p.cache.data) + name * p.cache.page_stride_bytes +
-         static_cast<uint32_t>(key) % static_cast<uint32_t>(p.cache.page_size) * p.cache.row_stride_bytes;
+         (position - s.page_of(p, position) * p.cache.page_size) * p.cache.row_stride_bytes;
 }
-__device__ inline const unsigned char* row_of(const Sparse& p, int, int32_t name) {
+__device__ inline const unsigned char* row_of(const Sparse& p, const Schedule& s, int, int32_t name) {
   if (name < 0 || name >= p.cache.num_pages * p.cache.page_size) return nullptr;
-  const auto position = static_cast<uint32_t>(name), size = static_cast<uint32_t>(p.cache.page_size);
-  return static_cast<const unsigned char*>(p.cache.data) + position / size * p.cache.page_stride_bytes +
-         position % size * p.cache.row_stride_bytes;
+  const auto position = static_cast<uint32_t>(name);
+  const uint32_t page = s.page_of(p, position);
+  return static_cast<const unsigned char*>(p.cache.data) + page * p.cache.page_stride_bytes +
+         (position - page * p.cache.page_size) * p.cache.row_stride_bytes;
 }
 
 /// Four e4m3 values as bf16: exact, by way of half, which holds them all.
@@ -115,7 +117,8 @@ __device__ inline uint2 widen_e4m3(uint32_t four, float scale) {
 }
 
 /// Loads the tiles of a piece. Rows in shared memory are 128 bytes in each of nine blocks; the 16-byte piece c of row r
-/// lies at c ^ (r % 8), so that eight rows of an ldmatrix are in different banks.
+/// lies at c ^ (r % 8), so that eight rows of an ldmatrix are in different banks. fetch_names() for a tile, then
+/// begin(), then copy() of each block, then convert(); keys from `end` on are not there.
 template <LatentFormat kFormat>
 struct Loader;
 
@@ -124,29 +127,36 @@ struct Loader<LatentFormat::kBf16> {
   static constexpr bool kConverts = false;
   static constexpr int kRows = 2;  // a thread's: eight threads copy 128 bytes of a row
   int32_t names[kRows];
+  const unsigned char* sources[kRows];
+  uint32_t target;
+  bool there[kRows];
 
   template <class Problem>
-  __device__ void fetch_names(const Problem& p, const int32_t* list, int tile, int most) {
+  __device__ void fetch_names(const Problem& p, const Schedule& s, const int32_t* list, int tile, int end) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int key = tile * kKeys + static_cast<int>(threadIdx.x) / 8 + 32 * i;
-      names[i] = key < most ? name_of(p, list, key) : -1;
+      names[i] = key < end ? name_of(p, s, list, key) : -1;
     }
   }
   template <class Problem>
-  __device__ void load(const Problem& p, int tile, uint32_t stage, uint8_t* present) {
-    const int piece = static_cast<int>(threadIdx.x) % 8;
+  __device__ void begin(const Problem& p, const Schedule& s, int tile, uint32_t stage, uint8_t* present) {
+    const int piece = static_cast<int>(threadIdx.x) % 8, first = static_cast<int>(threadIdx.x) / 8;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int row = static_cast<int>(threadIdx.x) / 8 + 32 * i;
-      const unsigned char* source = row_of(p, tile * kKeys + row, names[i]);
-      const bool ok = source != nullptr;
-      if (!ok) source = static_cast<const unsigned char*>(p.cache.data);  // not read
-      const uint32_t target = stage + row * 128 + ((piece ^ (row % 8)) * 16);
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) copy_async_16(target + b * kBlockBytes, source + b * 128 + piece * 16, ok);
-      if (piece == 0) present[row] = ok;
+      const int row = first + 32 * i;
+      sources[i] = row_of(p, s, tile * kKeys + row, names[i]);
+      there[i] = sources[i] != nullptr;
+      if (!there[i]) sources[i] = static_cast<const unsigned char*>(p.cache.data);  // not read
+      sources[i] += piece * 16;
+      if (piece == 0) present[row] = there[i];
     }
+    target = stage + first * 128 + ((piece ^ (first % 8)) * 16);
+  }
+  __device__ void copy(int block) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      copy_async_16(target + block * kBlockBytes + i * 32 * 128, sources[i] + block * 128, there[i]);
   }
   __device__ void convert(unsigned char*) const {}
 };
@@ -163,15 +173,15 @@ struct Loader {
   float4 scales;  // of the four groups of 128, if packed
 
   template <class Problem>
-  __device__ void fetch_names(const Problem& p, const int32_t* list, int tile, int most) {
+  __device__ void fetch_names(const Problem& p, const Schedule& s, const int32_t* list, int tile, int end) {
     const int key = tile * kKeys + static_cast<int>(threadIdx.x) / 4;
-    name = key < most ? name_of(p, list, key) : -1;
+    name = key < end ? name_of(p, s, list, key) : -1;
   }
-  /// Starts the loads; those of rotated values of 656-byte rows go to the stage at once.
+  /// Starts all loads; those of rotated values of 656-byte rows go to the stage at once.
   template <class Problem>
-  __device__ void load(const Problem& p, int tile, uint32_t stage, uint8_t* present) {
+  __device__ void begin(const Problem& p, const Schedule& s, int tile, uint32_t stage, uint8_t* present) {
     const int row = static_cast<int>(threadIdx.x) / 4, quarter = static_cast<int>(threadIdx.x) % 4;
-    const unsigned char* source = row_of(p, tile * kKeys + row, name);
+    const unsigned char* source = row_of(p, s, tile * kKeys + row, name);
     const bool ok = source != nullptr;
 #pragma unroll
     for (int b = 0; b < kPieces; ++b)
@@ -188,6 +198,7 @@ struct Loader {
     }
     if (quarter == 0) present[row] = ok;
   }
+  __device__ void copy(int) const {}
   __device__ void convert(unsigned char* stage) const {
     const int row = static_cast<int>(threadIdx.x) / 4, quarter = static_cast<int>(threadIdx.x) % 4;
     unsigned char* target = stage + row * 128;
@@ -340,11 +351,14 @@ __global__ void __launch_bounds__(kThreads, 1)
       sum[0] = sum[1] = 0.0f;
 
       Loader<kFormat> loader;
-      loader.fetch_names(p, list, walk.first_tile, most);
-      loader.load(p, walk.first_tile, stage0, s.present[0]);
+      const int end = min(most, walk.last_tile * kKeys);
+      loader.fetch_names(p, schedule, list, walk.first_tile, end);
+      loader.begin(p, schedule, walk.first_tile, stage0, s.present[0]);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) loader.copy(b);
       copy_async_commit();
       loader.convert(stages);
-      loader.fetch_names(p, list, walk.first_tile + 1, most);
+      loader.fetch_names(p, schedule, list, walk.first_tile + 1, end);
 
       for (int tile = walk.first_tile; tile < walk.last_tile; ++tile) {
         const int stage = C::kStages == 1 ? 0 : (tile - walk.first_tile) & 1, other = C::kStages == 1 ? 0 : stage ^ 1;
@@ -352,14 +366,12 @@ __global__ void __launch_bounds__(kThreads, 1)
         const bool more = tile + 1 < walk.last_tile;
         copy_async_wait<0>();
         __syncthreads();  // the tile is there, and nobody reads the one before, or its weights
-        auto load_next = [&] {
-          if (more) {
-            loader.load(p, tile + 1, stage0 + other * kStageBytes, s.present[other]);
-            loader.fetch_names(p, list, tile + 2, most);
-          }
-          copy_async_commit();
+        // Of the next tile, which beyond the last one is zeros. Its copies are issued between the steps of S.
+        const auto begin_next = [&] {
+          loader.begin(p, schedule, tile + 1, stage0 + other * kStageBytes, s.present[other]);
+          loader.fetch_names(p, schedule, list, tile + 2, end);
         };
-        if (C::kStages == 2) load_next();
+        if (C::kStages == 2) begin_next();
 
         // ---- S ----
         float score[C::kRowTiles][C::kWarpKeys / 8][4] = {};
@@ -368,6 +380,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           for (int k = 0; k < kWidth / 16 / C::kSplit; ++k) {
             const uint32_t flip = C::kSplit == 2 ? (k & 1) << 6 : (k & 3) << 5;
             const int block = C::kSplit == 2 ? k >> 1 : k >> 2;
+            if (C::kStages == 2 && flip == 0) loader.copy(block);
             uint32_t a[C::kRowTiles][4];
 #pragma unroll
             for (int m = 0; m < C::kRowTiles; ++m)
@@ -386,6 +399,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         } else {  // eight keys: an ldmatrix serves two steps
 #pragma unroll
           for (int k = 0; k < kWidth / 32; ++k) {
+            if (C::kStages == 2 && k % 2 == 0) loader.copy(k / 2);
             uint32_t a[4], b[4];
             ldmatrix_x4(b, ((keys + key_offset) ^ ((k & 1) << 6)) + (k >> 1) * kBlockBytes);
             ldmatrix_x4(a, (query_address ^ ((k & 1) << 6)) + (k >> 1) * C::kQueryBlock);
@@ -394,6 +408,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             mma_bf16(score[0][0], a, b[2], b[3]);
           }
         }
+        copy_async_commit();
         constexpr int kGroups = C::kWarpKeys / 8;
         float x[kGroups][4];
         if constexpr (C::kSplit == 2) {
@@ -514,7 +529,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (Loader<kFormat>::kConverts && C::kStages == 2 && warp % 2 == 1) convert_next();
         if constexpr (C::kStages == 1) {
           __syncthreads();
-          load_next();
+          begin_next();
+#pragma unroll
+          for (int b = 0; b < kBlocks; ++b) loader.copy(b);
+          copy_async_commit();
           convert_next();
         }
       }

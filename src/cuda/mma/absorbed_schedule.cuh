@@ -29,6 +29,11 @@ struct Schedule {
   int num_parts;       // of each lane block
   int lane_blocks;
   int num_groups;
+  int page_shift;  // where the size of a page is a power of two, of which; else -1
+
+  __device__ uint32_t page_of(const Common& p, uint32_t position) const {
+    return page_shift >= 0 ? position >> page_shift : position / static_cast<uint32_t>(p.cache.page_size);
+  }
 };
 
 struct Line {
