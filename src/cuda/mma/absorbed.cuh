@@ -51,6 +51,7 @@ namespace cuda {
 namespace mma {
 
 constexpr float kLog2Of = 1.44269504f, kLnOf = 0.69314718f;  // log2(e) and ln(2)
+constexpr float kSlack = 8.0f;                               // weights are at most 2^8
 constexpr int kBlocks = kWidth / 64;                         // of 64 columns, in which rows lie in shared memory
 constexpr int kBlockBytes = kKeys * 128;                     // of a tile: 64 rows of 64 bf16
 constexpr int kStageBytes = kBlocks * kBlockBytes;           // 73,728
@@ -68,7 +69,7 @@ struct Config {
   static_assert(kM % 16 == 0 && kWarpKeys % 8 == 0 && (kStages == 1 || kStages == 2));
 
   struct Shared {
-    float max[kWarpsN][kM], sum[kWarpsN][kM], top[kM], rescale[kM];
+    float max[kWarpsN][kM], sum[kWarpsN][kM], top[kM], largest[kM], rescale[kM];
     uint8_t present[kStages][kKeys];
     Line line;
   };
@@ -159,6 +160,7 @@ struct Loader<LatentFormat::kBf16> {
       copy_async_16(target + block * kBlockBytes + i * 32 * 128, sources[i] + block * 128, there[i]);
   }
   __device__ void convert(unsigned char*) const {}
+  __device__ bool all_there() const { return there[0] && there[1]; }
 };
 
 /// e4m3 and 656-byte rows: four threads a row, 16 values of each 64 each.
@@ -169,6 +171,7 @@ struct Loader {
   static constexpr int kPieces = kPacked ? kLatent / 64 : kBlocks;
   static constexpr int kRopeOffset = kLatent + 4 * (kLatent / 128);  // in a 656-byte row
   int32_t name;
+  bool there;
   uint4 raw[kPieces];
   float4 scales;  // of the four groups of 128, if packed
 
@@ -182,7 +185,7 @@ struct Loader {
   __device__ void begin(const Problem& p, const Schedule& s, int tile, uint32_t stage, uint8_t* present) {
     const int row = static_cast<int>(threadIdx.x) / 4, quarter = static_cast<int>(threadIdx.x) % 4;
     const unsigned char* source = row_of(p, s, tile * kKeys + row, name);
-    const bool ok = source != nullptr;
+    const bool ok = there = source != nullptr;
 #pragma unroll
     for (int b = 0; b < kPieces; ++b)
       raw[b] = ok ? *reinterpret_cast<const uint4*>(source + b * 64 + quarter * 16) : uint4{0, 0, 0, 0};
@@ -199,6 +202,7 @@ struct Loader {
     if (quarter == 0) present[row] = ok;
   }
   __device__ void copy(int) const {}
+  __device__ bool all_there() const { return there; }
   __device__ void convert(unsigned char* stage) const {
     const int row = static_cast<int>(threadIdx.x) / 4, quarter = static_cast<int>(threadIdx.x) % 4;
     unsigned char* target = stage + row * 128;
@@ -291,9 +295,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   // ldmatrix addresses. A step of 16 columns is an xor of 32, four of them are a block of 64 further. Warps that share
   // columns take every other step.
   const uint32_t stage0 = shared_address(stages);
-  const uint32_t query_address =
-      (shared_address(shared) + (warp_m * C::kRowTiles * 16 + lane % 16) * 128 + ((lane / 16) ^ (lane % 8)) * 16) ^
-      (warp_k << 5);
+  uint32_t query_address[C::kRowTiles];  // first the 16 lanes that this warp will softmax
+#pragma unroll
+  for (int m = 0; m < C::kRowTiles; ++m)
+    query_address[m] = (shared_address(shared) + ((warp_m * C::kRowTiles + (m ^ warp_k)) * 16 + lane % 16) * 128 +
+                        ((lane / 16) ^ (lane % 8)) * 16) ^
+                       (warp_k << 5);
   const uint32_t key_offset =
       C::kWarpKeys >= 16
           ? ((warp_n * C::kWarpKeys + lane % 8 + lane / 16 * 8) * 128 + ((lane / 8 % 2) ^ (lane % 8)) * 16) ^
@@ -309,6 +316,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     p.place(g, walk.group - 1);
     int lanes = min(C::kLanes, static_cast<int>(g.num_rows) * p.num_heads - lane0);
     const int most = static_cast<int>(p.keys_of(g, (lane0 + lanes - 1) / p.num_heads));
+    const int least = static_cast<int>(p.keys_of(g, lane0 / p.num_heads));
     const int32_t* const list = names_of(g);
     int bound[2];
 #pragma unroll
@@ -349,6 +357,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           for (float& x : acc[m][n]) x = 0.0f;
       top[0] = top[1] = -INFINITY;
       sum[0] = sum[1] = 0.0f;
+      if (tid < C::kLanes) s.largest[tid] = -INFINITY;
 
       Loader<kFormat> loader;
       const int end = min(most, walk.last_tile * kKeys);
@@ -365,7 +374,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         const uint32_t keys = stage0 + stage * kStageBytes;
         const bool more = tile + 1 < walk.last_tile;
         copy_async_wait<0>();
-        __syncthreads();  // the tile is there, and nobody reads the one before, or its weights
+        // The tile is there, and nobody reads the one before, or its weights. Most tiles are seen whole by all lanes.
+        const bool masked = __syncthreads_or(!loader.all_there()) != 0 || (tile + 1) * kKeys > least;
         // Of the next tile, which beyond the last one is zeros. Its copies are issued between the steps of S.
         const auto begin_next = [&] {
           loader.begin(p, schedule, tile + 1, stage0 + other * kStageBytes, s.present[other]);
@@ -384,7 +394,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             uint32_t a[C::kRowTiles][4];
 #pragma unroll
             for (int m = 0; m < C::kRowTiles; ++m)
-              ldmatrix_x4(a[m], (query_address ^ flip) + block * C::kQueryBlock + m * 16 * 128);
+              ldmatrix_x4(a[m], (query_address[m] ^ flip) + block * C::kQueryBlock);
 #pragma unroll
             for (int n = 0; n < C::kWarpKeys / 16; ++n) {
               uint32_t b[4];
@@ -402,9 +412,9 @@ __global__ void __launch_bounds__(kThreads, 1)
             if (C::kStages == 2 && k % 2 == 0) loader.copy(k / 2);
             uint32_t a[4], b[4];
             ldmatrix_x4(b, ((keys + key_offset) ^ ((k & 1) << 6)) + (k >> 1) * kBlockBytes);
-            ldmatrix_x4(a, (query_address ^ ((k & 1) << 6)) + (k >> 1) * C::kQueryBlock);
+            ldmatrix_x4(a, (query_address[0] ^ ((k & 1) << 6)) + (k >> 1) * C::kQueryBlock);
             mma_bf16(score[0][0], a, b[0], b[1]);
-            ldmatrix_x4(a, (query_address ^ ((k & 1) << 6) ^ 32) + (k >> 1) * C::kQueryBlock);
+            ldmatrix_x4(a, (query_address[0] ^ ((k & 1) << 6) ^ 32) + (k >> 1) * C::kQueryBlock);
             mma_bf16(score[0][0], a, b[2], b[3]);
           }
         }
@@ -413,27 +423,21 @@ __global__ void __launch_bounds__(kThreads, 1)
         float x[kGroups][4];
         if constexpr (C::kSplit == 2) {
           __syncthreads();  // nobody reads the rotated columns any more
-          auto slot = [&](int w) {
+          const auto slot = [&](int w) {
             unsigned char* base = w < kWarps / 2 ? weights : stages + stage * kStageBytes + (kBlocks - 1) * kBlockBytes;
             return reinterpret_cast<float4*>(base + w % (kWarps / 2) * (kGroups * 512)) + lane;
           };
 #pragma unroll
-          for (int j = 0; j < kGroups; ++j) {
-            float4 away;
-            away.x = warp_k == 0 ? score[1][j][0] : score[0][j][0];
-            away.y = warp_k == 0 ? score[1][j][1] : score[0][j][1];
-            away.z = warp_k == 0 ? score[1][j][2] : score[0][j][2];
-            away.w = warp_k == 0 ? score[1][j][3] : score[0][j][3];
-            slot(warp)[32 * j] = away;
-          }
-          __syncthreads();
+          for (int j = 0; j < kGroups; ++j)
+            slot(warp)[32 * j] = {score[1][j][0], score[1][j][1], score[1][j][2], score[1][j][3]};
+          pair_barrier(1 + warp % (kWarps / 2));
 #pragma unroll
           for (int j = 0; j < kGroups; ++j) {
             const float4 from = slot(warp ^ (kWarps / 2))[32 * j];
-            x[j][0] = (warp_k == 0 ? score[0][j][0] : score[1][j][0]) + from.x;
-            x[j][1] = (warp_k == 0 ? score[0][j][1] : score[1][j][1]) + from.y;
-            x[j][2] = (warp_k == 0 ? score[0][j][2] : score[1][j][2]) + from.z;
-            x[j][3] = (warp_k == 0 ? score[0][j][3] : score[1][j][3]) + from.w;
+            x[j][0] = score[0][j][0] + from.x;
+            x[j][1] = score[0][j][1] + from.y;
+            x[j][2] = score[0][j][2] + from.z;
+            x[j][3] = score[0][j][3] + from.w;
           }
         } else {
 #pragma unroll
@@ -443,56 +447,66 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
 
         // ---- softmax of lanes own_row and own_row + 8 over the keys of warp_n ----
-        const int first_key = warp_n * C::kWarpKeys + 2 * quad;
-        float now[2] = {-INFINITY, -INFINITY};  // fmaxf passes NaN by; it comes back through the weights
+        if (masked) {
+          const int first_key = warp_n * C::kWarpKeys + 2 * quad;
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j) {
-          const uint32_t present = *reinterpret_cast<const uint16_t*>(&s.present[stage][first_key + 8 * j]);
+          for (int j = 0; j < kGroups; ++j) {
+            const uint32_t present = *reinterpret_cast<const uint16_t*>(&s.present[stage][first_key + 8 * j]);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const bool sees =
-                (present >> (8 * (i % 2)) & 1u) != 0 && tile * kKeys + first_key + 8 * j + i % 2 < bound[i / 2];
-            x[j][i] = sees ? x[j][i] * scale : -INFINITY;
-            now[i / 2] = fmaxf(now[i / 2], x[j][i]);
+            for (int i = 0; i < 4; ++i) {
+              const bool sees =
+                  (present >> (8 * (i % 2)) & 1u) != 0 && tile * kKeys + first_key + 8 * j + i % 2 < bound[i / 2];
+              x[j][i] = sees ? x[j][i] : -INFINITY;
+            }
           }
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          now[half] = fmaxf(now[half], __shfl_xor_sync(0xffffffffu, now[half], 1));
-          now[half] = fmaxf(now[half], __shfl_xor_sync(0xffffffffu, now[half], 2));
-          if (quad == 0) s.max[warp_n][own_row + 8 * half] = now[half];
+          float m = fmaxf(x[0][2 * half], x[0][2 * half + 1]);  // passes NaN by; it comes back through the weights
+#pragma unroll
+          for (int j = 1; j < kGroups; ++j) m = fmaxf(m, fmaxf(x[j][2 * half], x[j][2 * half + 1]));
+          m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+          m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+          if (quad == 0) s.max[warp_n][own_row + 8 * half] = m;
         }
         __syncthreads();
         bool changed = false;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float before = top[half];
-          float m = before;
+          const int row = own_row + 8 * half;
+          float m = s.max[0][row];
 #pragma unroll
-          for (int n = 0; n < C::kWarpsN; ++n) m = fmaxf(m, s.max[n][own_row + 8 * half]);
-          top[half] = m;
-          const float shift = m == -INFINITY ? 0.0f : m;  // scores of -inf alone: weights of 0, not NaN
-          const float factor = before == m ? 1.0f : exp2_approx(before - m);
+          for (int n = 1; n < C::kWarpsN; ++n) m = fmaxf(m, s.max[n][row]);
+          m = isnan(m) ? -INFINITY : m * scale;
+          // What is subtracted from scores follows their maximum in steps, so that O is rarely scaled.
+          const float before = top[half];
+          if (m > before + kSlack) top[half] = m;
+          const float shift = top[half] == -INFINITY ? 0.0f : top[half];  // scores of -inf alone: weights of 0, not NaN
+          const float factor = before == top[half] ? 1.0f : exp2_approx(before - top[half]);
           changed |= factor != 1.0f;
-          if (warp_n == 0 && quad == 0) s.rescale[own_row + 8 * half] = factor;
+          if (warp_n == 0 && quad == 0) {
+            s.rescale[row] = factor;
+            if (p.max_logits != nullptr) s.largest[row] = fmaxf(s.largest[row], m);
+          }
           float own = 0.0f;
 #pragma unroll
           for (int j = 0; j < kGroups; ++j) {
-            const uint32_t pair =
-                round_to_bf16x2(exp2_approx(x[j][2 * half] - shift), exp2_approx(x[j][2 * half + 1] - shift));
+            const uint32_t pair = round_to_bf16x2(exp2_approx(fmaf(x[j][2 * half], scale, -shift)),
+                                                  exp2_approx(fmaf(x[j][2 * half + 1], scale, -shift)));
             own += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xffff0000u);  // what multiplies V is summed
-            const int row = own_row + 8 * half, piece = warp_n * kGroups + j;
+            const int piece = warp_n * kGroups + j;
             *reinterpret_cast<uint32_t*>(weights + row * 128 + (piece ^ (row % 8)) * 16 + 4 * quad) = pair;
           }
           sum[half] = sum[half] * factor + own;
         }
         changed = __syncthreads_or(changed) != 0;
 
-        // ---- O: all lanes, 64 columns; converting the next tile before or behind it ----
+        // ---- O: all lanes, 64 columns; converting the next tile before or behind it: warps i and i + 4 share a
+        // quarter of the multiprocessor, and one converts while the other multiplies ----
         const auto convert_next = [&] {
           if (more) loader.convert(stages + other * kStageBytes);
         };
-        if (Loader<kFormat>::kConverts && C::kStages == 2 && warp % 2 == 0) convert_next();
+        if (Loader<kFormat>::kConverts && C::kStages == 2 && warp < kWarps / 2) convert_next();
         if (changed) {
 #pragma unroll
           for (int m = 0; m < C::kLaneTiles; ++m) {
@@ -526,7 +540,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         } else {
           careful_product(acc, weights, keys + value_offset);
         }
-        if (Loader<kFormat>::kConverts && C::kStages == 2 && warp % 2 == 1) convert_next();
+        if (Loader<kFormat>::kConverts && C::kStages == 2 && warp >= kWarps / 2) convert_next();
         if constexpr (C::kStages == 1) {
           __syncthreads();
           begin_next();
@@ -572,14 +586,14 @@ __global__ void __launch_bounds__(kThreads, 1)
         float total = 0.0f;
 #pragma unroll
         for (int n = 0; n < C::kWarpsN; ++n) total += s.sum[n][l];
-        const float largest = s.top[l];
+        const float shift = s.top[l];
         const bool empty = total == 0.0f;  // no keys, or none with a weight
         const int64_t row = g.first_row + (lane0 + l) / p.num_heads;
         const int head = (lane0 + l) % p.num_heads;
-        const float lse = empty ? -INFINITY : (largest + log2f(total)) * kLnOf;
+        const float lse = empty ? -INFINITY : (shift + log2f(total)) * kLnOf;
         const bool first = warp == 0 && quad == 0;
         if (complete) {
-          const float all = p.sink != nullptr && !empty ? total + exp2_approx(p.sink[head] * kLog2Of - largest) : total;
+          const float all = p.sink != nullptr && !empty ? total + exp2_approx(p.sink[head] * kLog2Of - shift) : total;
           const float inverse = value_scale / all;
           const int64_t at = row * p.out_row_stride + head * p.out_head_stride + warp * 64 + 2 * quad;
 #pragma unroll
@@ -591,7 +605,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             else *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at + 8 * n) = {x0, x1};
           }
           if (first && p.lse != nullptr) p.lse[row * p.lse_row_stride + head] = lse;
-          if (first && p.max_logits != nullptr) p.max_logits[row * p.max_row_stride + head] = largest * kLnOf;
+          if (first && p.max_logits != nullptr) p.max_logits[row * p.max_row_stride + head] = s.largest[l] * kLnOf;
         } else {
           const float inverse = value_scale / total;
           const int64_t index =
@@ -603,7 +617,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                                                            acc[m][n][2 * half + 1] * inverse};
           if (first) {
             p.partial_lse[index] = lse;  // -inf: the partial result is not read
-            schedule.partial_max[index] = largest * kLnOf;
+            schedule.partial_max[index] = s.largest[l] * kLnOf;
           }
         }
       }
