@@ -7,8 +7,6 @@ namespace cuda {
 namespace {
 
 constexpr const char* kName = "Compute";
-constexpr int64_t kFewest = 16;  // rows that one tile of a fragment holds
-
 int row_tiles(int64_t rows) { return static_cast<int>((rows + few::kTileRows - 1) / few::kTileRows); }
 
 template <class Params>
@@ -16,10 +14,9 @@ void launch(void (*kernel)(Params), int64_t blocks, Stream stream, const Params&
   launch_kernel(kName, kernel, {.blocks = blocks, .threads = few::kThreads}, stream, params);
 }
 
-template <int kTiles>
 auto* product_kernel(const FewRowsInput& in) {
-  if (in.bf16) return few::product_kernel<kTiles, true, false>;
-  return in.norm != nullptr ? few::product_kernel<kTiles, false, true> : few::product_kernel<kTiles, false, false>;
+  if (in.bf16) return few::product_kernel<true, false>;
+  return in.norm != nullptr ? few::product_kernel<false, true> : few::product_kernel<false, false>;
 }
 
 }  // namespace
@@ -36,18 +33,15 @@ void launch_products(const FewRowsProducts& products, Stream stream) {
   }
   const int blocks =
       a.first_tile[products.count] * row_tiles(rows) + (products.kv.kv != nullptr ? static_cast<int>(rows) : 0);
-  launch(rows <= kFewest ? product_kernel<1>(products.in) : product_kernel<4>(products.in), blocks, stream, a);
+  launch(product_kernel(products.in), blocks, stream, a);
 }
 
 void launch_mlp(const DeviceMlp& m, Stream stream) {
   if (m.rows <= 0) return;
-  const bool one = m.rows <= kFewest;
   const int64_t in_tiles = m.shared_width / 8 + m.num_experts * (m.width / 8);
   const int64_t out_tiles = (m.dim + few::kTileCols - 1) / few::kTileCols;
-  launch(one ? few::mlp_in_kernel<1> : few::mlp_in_kernel<4>, static_cast<int>(in_tiles) * row_tiles(m.rows), stream,
-         m);
-  launch(one ? few::mlp_out_kernel<1> : few::mlp_out_kernel<4>, static_cast<int>(out_tiles) * row_tiles(m.rows), stream,
-         m);
+  launch(few::mlp_in_kernel, static_cast<int>(in_tiles) * row_tiles(m.rows), stream, m);
+  launch(few::mlp_out_kernel, static_cast<int>(out_tiles) * row_tiles(m.rows), stream, m);
 }
 
 void launch_argmax(const float* logits, int64_t rows, int64_t vocab, int32_t* ids, Stream stream) {

@@ -5,7 +5,8 @@
 // L2 (50 MB and more) after a first step. A product reads 16 KiB to 1 MiB and multiplies at most 64 x 2,048 x 256: 0.1
 // us at 1 % of the tensor cores' speed. So what counts is latency: one launch, one round of loads, one exchange.
 //
-// A block makes 16 outputs of up to 64 rows. Its eight warps share the inputs out, 32 at a time in turn, so that all
+// A block makes 16 outputs of 16 rows: more rows are more blocks, which read the weights again, from the L2; blocks of
+// 64 rows took half as long again. Its eight warps share the inputs out, 32 at a time in turn, so that all
 // loads of a product of 256 inputs are in flight at once; the sums of the warps meet in shared memory, in the order of
 // the warps. A thread takes 16 bytes of a weight row, eight inputs k..k+7, for two m16n8k16 products: which input is
 // which column of the fragments does not matter as long as both operands agree, so nothing passes through shared memory
@@ -32,8 +33,10 @@ namespace cuda {
 namespace few {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kTileRows = 64, kTileCols = 16, kStep = 32;  // of a block; inputs that a warp takes at a time
+constexpr int kTileRows = 16, kTileCols = 16, kStep = 32;  // of a block; inputs that a warp takes at a time
 constexpr int kStride = kWarps * kStep;
+constexpr int kAhead = 2;  // steps whose loads a warp has in flight
+constexpr int kOutputThreads = 4 * kTileRows;
 constexpr unsigned kAll = 0xffffffffu;
 
 using Weight = const __nv_bfloat16*;
@@ -93,74 +96,67 @@ struct Eight<false> {
   }
 };
 
-/// Sums of a warp: rows 16 i + group (+ 8) by columns 8 j + 2 quad (+ 1).
-template <int kTiles>
+/// Sums of a warp: rows group and group + 8 by columns 8 j + 2 quad and the next.
 struct Sums {
-  float value[kTiles][2][4];
-  float squares[kTiles][2];
-  __device__ Sums() {
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-      for (int h = 0; h < 8; ++h) value[i][h / 4][h % 4] = 0.0f;
-      squares[i][0] = squares[i][1] = 0.0f;
-    }
-  }
+  float value[2][4] = {};
+  float squares[2] = {};
 };
 
-/// Adds the products of 32 inputs: `rows[i][h]` is row 16 i + 8 h + group or null.
-template <int kTiles, bool kBf16, bool kNorm>
-__device__ void add_step(const void* const (&rows)[kTiles][2], const float* norm, int64_t at, int64_t k,
-                         const uint4 (&w)[2], Sums<kTiles>& sums) {
-  const bool inside = at < k;
-  Eight<kBf16> in[kTiles][2];
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) in[i][h].load(rows[i][h], at, inside && rows[i][h] != nullptr);
-  float factors[8];
-  if constexpr (kNorm) {
-    Eight<false> f;
-    f.load(norm, at, inside);
-    factors[0] = f.a.x, factors[1] = f.a.y, factors[2] = f.a.z, factors[3] = f.a.w;
-    factors[4] = f.b.x, factors[5] = f.b.y, factors[6] = f.b.z, factors[7] = f.b.w;
+/// 32 inputs of a warp: what it loads for them, and their products.
+template <bool kBf16, bool kNorm>
+struct Step {
+  uint4 w[2];
+  Eight<kBf16> in[2];
+  Eight<false> norm;
+
+  __device__ void load_weights(Weight low, Weight high, int64_t at, int64_t k) {
+    w[0] = load_weight(low, at, k);
+    w[1] = load_weight(high, at, k);
   }
-  const uint32_t b[2][4] = {{w[0].x, w[0].y, w[0].z, w[0].w}, {w[1].x, w[1].y, w[1].z, w[1].w}};
+  /// rows[h] is row 8 h + group or null.
+  __device__ void load_inputs(const void* const (&rows)[2], const float* norm_weight, int64_t at, int64_t k) {
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
+    for (int h = 0; h < 2; ++h) in[h].load(rows[h], at, at < k && rows[h] != nullptr);
+    if constexpr (kNorm) norm.load(norm_weight, at, at < k);
+  }
+  __device__ void multiply(Sums& sums) const {
+    float factors[8];
+    if constexpr (kNorm) {
+      factors[0] = norm.a.x, factors[1] = norm.a.y, factors[2] = norm.a.z, factors[3] = norm.a.w;
+      factors[4] = norm.b.x, factors[5] = norm.b.y, factors[6] = norm.b.z, factors[7] = norm.b.w;
+    }
+    const uint32_t b[2][4] = {{w[0].x, w[0].y, w[0].z, w[0].w}, {w[1].x, w[1].y, w[1].z, w[1].w}};
     uint32_t a[2][4];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) in[i][h].template pack<kNorm>(factors, sums.squares[i][h], a[h]);
+    for (int h = 0; h < 2; ++h) in[h].template pack<kNorm>(factors, sums.squares[h], a[h]);
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
       const uint32_t fragment[4] = {a[0][2 * s], a[1][2 * s], a[0][2 * s + 1], a[1][2 * s + 1]};
 #pragma unroll
-      for (int j = 0; j < 2; ++j) mma_bf16(sums.value[i][j], fragment, b[j][2 * s], b[j][2 * s + 1]);
+      for (int j = 0; j < 2; ++j) mma_bf16(sums.value[j], fragment, b[j][2 * s], b[j][2 * s + 1]);
     }
   }
-}
+};
 
-/// Brings the warps' sums together. Then thread t has row t / 4 and, of either half, columns 2 (t % 4) and the next.
-template <int kTiles>
-__device__ void exchange(const Lane& lane, const Sums<kTiles>& sums, Exchange& x, bool norm) {
+/// Brings the warps' sums together. Then thread t below 64 has row t / 4 and, of either half, columns 2 (t % 4) and the
+/// next.
+__device__ inline void exchange(const Lane& lane, const Sums& sums, Exchange& x, bool norm) {
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i)
+  for (int h = 0; h < 2; ++h) {
+    const int row = 8 * h + lane.group;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = 16 * i + 8 * h + lane.group;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float* to = &x.sums[lane.warp][j][row][2 * lane.quad];
-        to[0] = sums.value[i][j][2 * h];
-        to[1] = sums.value[i][j][2 * h + 1];
-      }
-      if (norm) {
-        float squares = sums.squares[i][h];
-        squares += __shfl_xor_sync(kAll, squares, 1);
-        squares += __shfl_xor_sync(kAll, squares, 2);
-        if (lane.quad == 0) x.squares[lane.warp][row] = squares;
-      }
+    for (int j = 0; j < 2; ++j) {
+      float* to = &x.sums[lane.warp][j][row][2 * lane.quad];
+      to[0] = sums.value[j][2 * h];
+      to[1] = sums.value[j][2 * h + 1];
     }
+    if (norm) {
+      float squares = sums.squares[h];
+      squares += __shfl_xor_sync(kAll, squares, 1);
+      squares += __shfl_xor_sync(kAll, squares, 2);
+      if (lane.quad == 0) x.squares[lane.warp][row] = squares;
+    }
+  }
   __syncthreads();
 }
 
@@ -252,8 +248,8 @@ __device__ inline void finish_kv(const FewRowsKv& a, const FewRowsRope& rope, in
   for (int i = p + threadIdx.x; i < a.index_dim; i += kThreads) out[i] = normed(i);
 }
 
-template <int kTiles, bool kBf16, bool kNorm>
-__global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_constant__ ProductParams a) {
+template <bool kBf16, bool kNorm>
+__global__ void __launch_bounds__(kThreads, kNorm ? 2 : 3) product_kernel(const __grid_constant__ ProductParams a) {
   __shared__ Exchange shared;
   const FewRowsInput& in = a.p.in;
   const int count = a.p.count, tiles = a.first_tile[count];
@@ -291,30 +287,33 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
   const Weight w = static_cast<Weight>(p.w) + repeat * p.w_step + static_cast<int64_t>(head) * p.head_dim * p.k;
   const int64_t left = p.n - static_cast<int64_t>(head) * p.head_dim;  // outputs from the head on
   const Weight low_row = w + (low + lane.group) * p.k, high_row = high < left ? w + (high + lane.group) * p.k : nullptr;
-  int64_t k0 = lane.warp * kStep + lane.quad * 8;
-  uint4 next[2] = {load_weight(low_row, k0, p.k), load_weight(high_row, k0, p.k)};
+  const int64_t first_input = lane.warp * kStep + lane.quad * 8;
+  Step<kBf16, kNorm> steps[kAhead];
+#pragma unroll
+  for (int d = 0; d < kAhead; ++d) steps[d].load_weights(low_row, high_row, first_input + d * kStride, p.k);
 
   wait_for_stream();
   let_next_start();
   constexpr int kElement = kBf16 ? 2 : 4;
-  const void* rows[kTiles][2];
+  const void* rows[2];
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i)
+  for (int h = 0; h < 2; ++h) {
+    const int64_t row = first_row + 8 * h + lane.group;
+    rows[h] =
+        row < in.rows ? static_cast<const char*>(in.x) + (row * in.stride + repeat * p.x_step) * kElement : nullptr;
+  }
+  Sums sums;
+  for (int64_t base = 0; base < p.k; base += kAhead * kStride) {
+    const int64_t at = base + first_input;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int64_t row = first_row + 16 * i + 8 * h + lane.group;
-      rows[i][h] =
-          row < in.rows ? static_cast<const char*>(in.x) + (row * in.stride + repeat * p.x_step) * kElement : nullptr;
-    }
-  Sums<kTiles> sums;
-  for (int64_t base = lane.warp * kStep; base < p.k; base += kStride, k0 += kStride) {
-    const uint4 now[2] = {next[0], next[1]};
-    next[0] = load_weight(low_row, k0 + kStride, p.k);
-    next[1] = load_weight(high_row, k0 + kStride, p.k);
-    add_step<kTiles, kBf16, kNorm>(rows, in.norm, k0, p.k, now, sums);
+    for (int d = 0; d < kAhead; ++d) steps[d].load_inputs(rows, in.norm, at + d * kStride, p.k);
+#pragma unroll
+    for (int d = 0; d < kAhead; ++d) steps[d].multiply(sums);
+#pragma unroll
+    for (int d = 0; d < kAhead; ++d) steps[d].load_weights(low_row, high_row, at + (kAhead + d) * kStride, p.k);
   }
   exchange(lane, sums, shared, kNorm);
-  if (threadIdx.x >= kTiles * 64) return;
+  if (threadIdx.x >= kOutputThreads) return;
   const int64_t row = first_row + threadIdx.x / 4;
   if (row >= in.rows) return;
   Outputs out(shared, kNorm, p.k, in.eps);
@@ -364,12 +363,10 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
 constexpr int kMostChoices = DeviceMlp::kMostChoices, kMostExperts = 512;
 
 /// hidden = weight * silu(gate) * up. A block has eight units of one expert: their gates are its first eight columns,
-/// their ups the others. The experts' rows are found by looking through the choices of the block's 64 rows.
-template <int kTiles>
-__global__ void __launch_bounds__(kThreads, 1) mlp_in_kernel(const __grid_constant__ DeviceMlp a) {
+/// their ups the others. The experts' rows are found by looking through the choices of the block's rows.
+__global__ void __launch_bounds__(kThreads, 2) mlp_in_kernel(const __grid_constant__ DeviceMlp a) {
   __shared__ Exchange shared;
   __shared__ int picked[kTileRows];  // row of the tile * kMostChoices + choice
-  __shared__ int found[kTileRows / 32];
   const int shared_tiles = static_cast<int>(a.shared_width / 8), tiles_of_expert = static_cast<int>(a.width / 8);
   const int tiles = shared_tiles + a.num_experts * tiles_of_expert;
   const int tile = static_cast<int>(blockIdx.x) % tiles;
@@ -381,50 +378,47 @@ __global__ void __launch_bounds__(kThreads, 1) mlp_in_kernel(const __grid_consta
   const Lane lane;
   const Weight gate = static_cast<Weight>(is_shared ? a.gate : a.expert_gate[expert]) + (unit + lane.group) * a.dim;
   const Weight up = static_cast<Weight>(is_shared ? a.up : a.expert_up[expert]) + (unit + lane.group) * a.dim;
-  int64_t k0 = lane.warp * kStep + lane.quad * 8;
-  uint4 next[2] = {load_weight(gate, k0, a.dim), load_weight(up, k0, a.dim)};
+  const int64_t first_input = lane.warp * kStep + lane.quad * 8;
+  Step<false, true> steps[kAhead];
+#pragma unroll
+  for (int d = 0; d < kAhead; ++d) steps[d].load_weights(gate, up, first_input + d * kStride, a.dim);
 
   wait_for_stream();
   let_next_start();
   int count = rows_here;
   if (!is_shared) {
+    // Every warp looks by itself; the first one notes what it found for the threads with outputs.
+    const int row = static_cast<int>(threadIdx.x) % 32;
     int choice = -1;
-    unsigned mask = 0;
-    if (threadIdx.x < kTileRows) {
-      if (static_cast<int>(threadIdx.x) < rows_here)
-        for (int j = 0; j < a.per_row; ++j)
-          if (a.ids[(first_row + threadIdx.x) * a.per_row + j] == expert) choice = j;
-      mask = __ballot_sync(kAll, choice >= 0);
-      if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = __popc(mask);
-    }
-    __syncthreads();
-    if (choice >= 0) {
-      const int before = __popc(mask & ((1u << (threadIdx.x % 32)) - 1)) + (threadIdx.x >= 32 ? found[0] : 0);
-      picked[before] = static_cast<int>(threadIdx.x) * kMostChoices + choice;
-    }
-    __syncthreads();
-    count = found[0] + found[1];
+    if (row < rows_here)
+      for (int j = 0; j < a.per_row; ++j)
+        if (a.ids[(first_row + row) * a.per_row + j] == expert) choice = j;
+    const unsigned mask = __ballot_sync(kAll, choice >= 0);
+    count = __popc(mask);
     if (count == 0) return;
+    if (choice >= 0 && lane.warp == 0) picked[__popc(mask & ((1u << row) - 1))] = row * kMostChoices + choice;
+    __syncthreads();
   }
-  const void* rows[kTiles][2];
+  const void* rows[2];
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i)
+  for (int h = 0; h < 2; ++h) {
+    const int place = 8 * h + lane.group;
+    const int row = place >= count ? 0 : is_shared ? place : picked[place] / kMostChoices;
+    rows[h] = place < count ? a.x + (first_row + row) * a.dim : nullptr;
+  }
+  Sums sums;
+  for (int64_t base = 0; base < a.dim; base += kAhead * kStride) {
+    const int64_t at = base + first_input;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int place = 16 * i + 8 * h + lane.group;
-      const int row = place >= count ? 0 : is_shared ? place : picked[place] / kMostChoices;
-      rows[i][h] = place < count ? a.x + (first_row + row) * a.dim : nullptr;
-    }
-  Sums<kTiles> sums;
-  for (int64_t base = lane.warp * kStep; base < a.dim; base += kStride, k0 += kStride) {
-    const uint4 now[2] = {next[0], next[1]};
-    next[0] = load_weight(gate, k0 + kStride, a.dim);
-    next[1] = load_weight(up, k0 + kStride, a.dim);
-    add_step<kTiles, false, true>(rows, a.norm, k0, a.dim, now, sums);
+    for (int d = 0; d < kAhead; ++d) steps[d].load_inputs(rows, a.norm, at + d * kStride, a.dim);
+#pragma unroll
+    for (int d = 0; d < kAhead; ++d) steps[d].multiply(sums);
+#pragma unroll
+    for (int d = 0; d < kAhead; ++d) steps[d].load_weights(gate, up, at + (kAhead + d) * kStride, a.dim);
   }
   exchange(lane, sums, shared, true);
   const int place = static_cast<int>(threadIdx.x) / 4;
-  if (threadIdx.x >= kTiles * 64 || place >= count) return;
+  if (threadIdx.x >= kOutputThreads || place >= count) return;
   const Outputs out(shared, true, a.dim, a.eps);
   float weight = 1.0f;
   uint16_t* to = a.shared_hidden + (first_row + place) * a.shared_width;
@@ -440,8 +434,7 @@ __global__ void __launch_bounds__(kThreads, 1) mlp_in_kernel(const __grid_consta
 /// x += hidden W^T over all experts: one long product whose inputs are those of the shared experts, then those of each
 /// expert, zeros for rows that did not pick it. Which warp takes an input depends on its place in that whole, so that
 /// the order of a row's sums does not depend on what other rows picked.
-template <int kTiles>
-__global__ void __launch_bounds__(kThreads, 1) mlp_out_kernel(const __grid_constant__ DeviceMlp a) {
+__global__ void __launch_bounds__(kThreads, 2) mlp_out_kernel(const __grid_constant__ DeviceMlp a) {
   __shared__ Exchange shared;
   __shared__ int16_t ids[kTileRows][kMostChoices];
   __shared__ unsigned active[kMostExperts / 32];
@@ -451,21 +444,9 @@ __global__ void __launch_bounds__(kThreads, 1) mlp_out_kernel(const __grid_const
   const int rows_here = static_cast<int>(a.rows - first_row < kTileRows ? a.rows - first_row : kTileRows);
   const Lane lane;
   const bool has_high = first_col + 8 < a.dim;
-  Sums<kTiles> sums;
-  const void* rows[kTiles][2];
-  const auto add = [&](const void* down, int64_t width, int& turn) {
-    const Weight low = static_cast<Weight>(down) + (first_col + lane.group) * width;
-    const Weight high = has_high ? low + 8 * width : nullptr;
-    const int steps = static_cast<int>((width + kStep - 1) / kStep);
-    // Step s of this expert is the whole's step turn + s, which belongs to warp (turn + s) % kWarps.
-#pragma unroll 2
-    for (int s = (lane.warp - turn) & (kWarps - 1); s < steps; s += kWarps) {
-      const int64_t at = int64_t{s} * kStep + lane.quad * 8;
-      const uint4 w[2] = {load_weight(low, at, width), load_weight(high, at, width)};
-      add_step<kTiles, true, false>(rows, nullptr, at, width, w, sums);
-    }
-    turn = (turn + steps) & (kWarps - 1);
-  };
+  const int shared_steps = static_cast<int>((a.shared_width + kStep - 1) / kStep);
+  const int steps_of_expert = static_cast<int>((a.width + kStep - 1) / kStep);
+  const int num_steps = shared_steps + a.num_experts * steps_of_expert;
   wait_for_stream();
   let_next_start();
   if (a.num_experts > 0) {
@@ -478,37 +459,42 @@ __global__ void __launch_bounds__(kThreads, 1) mlp_out_kernel(const __grid_const
     }
     __syncthreads();
   }
-  int turn = 0;
-  if (a.shared_width > 0) {
+  constexpr int kDeep = 4;  // a step is few registers here, and each may belong to another expert
+  Sums sums;
+  for (int first = lane.warp; first < num_steps; first += kDeep * kWarps) {
+    Step<true, false> steps[kDeep];
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i)
+    for (int d = 0; d < kDeep; ++d) {
+      const int step = first + d * kWarps;
+      const bool is_shared = step < shared_steps, is_experts = !is_shared && step < num_steps;
+      const int expert = is_experts ? (step - shared_steps) / steps_of_expert : 0;
+      const bool any = is_shared || (is_experts && (active[expert / 32] >> (expert % 32) & 1u) != 0);
+      const int64_t width = is_shared ? a.shared_width : a.width;
+      const int of_expert = is_shared ? step : is_experts ? (step - shared_steps) % steps_of_expert : 0;
+      const int64_t at = int64_t{of_expert} * kStep + lane.quad * 8;
+      Weight low = nullptr, high = nullptr;
+      const void* rows[2] = {nullptr, nullptr};
+      if (any) {
+        low = static_cast<Weight>(is_shared ? a.down : a.expert_down[expert]) + (first_col + lane.group) * width;
+        high = has_high ? low + 8 * width : nullptr;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = 16 * i + 8 * h + lane.group;
-        rows[i][h] = row < rows_here ? a.shared_hidden + (first_row + row) * a.shared_width : nullptr;
+        for (int h = 0; h < 2; ++h) {
+          const int row = 8 * h + lane.group;
+          if (row >= rows_here) continue;
+          if (is_shared) rows[h] = a.shared_hidden + (first_row + row) * width;
+          for (int j = 0; j < a.per_row && !is_shared; ++j)
+            if (ids[row][j] == expert) rows[h] = a.hidden + ((first_row + row) * a.per_row + j) * width;
+        }
       }
-    add(a.down, a.shared_width, turn);
-  }
-  const int steps_of_expert = static_cast<int>((a.width + kStep - 1) / kStep);
-  for (int e = 0; e < a.num_experts; ++e) {
-    if ((active[e / 32] >> (e % 32) & 1u) == 0) {
-      turn = (turn + steps_of_expert) & (kWarps - 1);
-      continue;
+      steps[d].load_weights(low, high, at, width);
+      steps[d].load_inputs(rows, nullptr, at, width);
     }
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = 16 * i + 8 * h + lane.group;
-        rows[i][h] = nullptr;
-        for (int j = 0; j < a.per_row && row < rows_here; ++j)
-          if (ids[row][j] == e) rows[i][h] = a.hidden + ((first_row + row) * a.per_row + j) * a.width;
-      }
-    add(a.expert_down[e], a.width, turn);
+    for (int d = 0; d < kDeep; ++d) steps[d].multiply(sums);
   }
   exchange(lane, sums, shared, false);
   const int row = static_cast<int>(threadIdx.x) / 4;
-  if (threadIdx.x >= kTiles * 64 || row >= rows_here) return;
+  if (threadIdx.x >= kOutputThreads || row >= rows_here) return;
   const Outputs out(shared, false, 0, 0.0f);
 #pragma unroll
   for (int j = 0; j < 2; ++j) {

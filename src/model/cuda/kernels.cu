@@ -184,25 +184,85 @@ struct NormRouteParams {
   float* weights;
 };
 
-/// A block a row; a warp an expert's logit, in fp32 like all that decides a routing.
+/// route_row for up to 32 experts by one warp: lane e has the logit of expert e. The same operations in the same order.
+__device__ void route_row_by_warp(const RouterParams& p, float logit, const float* bias, int32_t* ids, float* weights) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, group_size = p.num_experts / p.num_groups;
+  const bool there = lane < p.num_experts;
+  constexpr float kNever = -INFINITY;
+  const float score = 1.0f / (1.0f + expf(-logit));
+  float choice = there ? score + bias[lane] : kNever;
+  if (p.groups_kept < p.num_groups) {
+    const int group = there ? lane / group_size : 0;
+    float first = kNever, second = kNever;
+    for (int i = 0; i < group_size; ++i) {
+      const float v = __shfl_sync(kFull, choice, group * group_size + i);
+      if (v > first) second = first, first = v;
+      else if (v > second) second = v;
+    }
+    const float value = group_size > 1 ? first + second : first;
+    unsigned kept = 0;
+    for (int i = 0; i < p.groups_kept; ++i) {
+      int best = -1;
+      float best_value = kNever;
+      for (int g = 0; g < p.num_groups; ++g) {
+        const float v = __shfl_sync(kFull, value, g * group_size);
+        if ((kept >> g & 1u) == 0 && (best < 0 || v > best_value)) best = g, best_value = v;
+      }
+      kept |= 1u << best;
+    }
+    if ((kept >> group & 1u) == 0) choice = kNever;
+  }
+  bool taken = !there;
+  float sum = 0.0f;
+  int mine = 0;  // lane j: the index of choice j
+  for (int j = 0; j < p.experts_per_token; ++j) {
+    float value = taken ? kNever : choice;
+    int index = taken ? kMaxExperts : lane;
+    for (int offset = 16; offset > 0; offset /= 2) {
+      const float v = __shfl_xor_sync(kFull, value, offset);
+      const int i = __shfl_xor_sync(kFull, index, offset);
+      if (v > value || (v == value && i < index)) value = v, index = i;
+    }
+    index = __shfl_sync(kFull, min(index, p.num_experts - 1), 0);  // with NaN lanes may differ
+    if (lane == index) taken = true;
+    if (lane == j) mine = index;
+    sum += __shfl_sync(kFull, score, index);
+  }
+  float weight = __shfl_sync(kFull, score, mine);
+  if (p.normalise) weight /= sum + 1e-20f;
+  if (lane >= p.experts_per_token) return;
+  ids[lane] = mine;
+  weights[lane] = weight * p.scaling_factor;
+}
+
+/// A block a row; a warp an expert's logit, in fp32 like all that decides a routing. The norm's factor is applied to
+/// the sums.
 __global__ void __launch_bounds__(kThreads) norm_route_kernel(const __grid_constant__ NormRouteParams a) {
   wait_for_stream();
   let_next_start();
   __shared__ float logits[kMaxExperts];
   const int64_t row = blockIdx.x, pairs = row * a.router.experts_per_token;
   const float* x = a.x + row * a.dim;
-  float squares = 0.0f;
-  for (int64_t i = threadIdx.x; i < a.dim; i += kThreads) squares += x[i] * x[i];
-  const float scale = 1.0f / sqrtf(block_sum(squares) / static_cast<float>(a.dim) + a.eps);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int e = static_cast<int>(threadIdx.x) / 32; e < a.router.num_experts; e += kThreads / 32) {
-    float sum = 0.0f;
-    for (int64_t i = lane; i < a.dim; i += 32) sum += x[i] * scale * a.norm[i] * a.weight[e * a.dim + i];
-    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFull, sum, offset);
-    if (lane == 0) logits[e] = sum;
+    const float* weight = a.weight + e * a.dim;
+    float squares = 0.0f, sum = 0.0f;
+#pragma unroll 8
+    for (int64_t i = lane; i < a.dim; i += 32) {
+      squares += x[i] * x[i];
+      sum += x[i] * a.norm[i] * weight[i];
+    }
+    for (int offset = 16; offset > 0; offset /= 2) {
+      squares += __shfl_xor_sync(kFull, squares, offset);
+      sum += __shfl_xor_sync(kFull, sum, offset);
+    }
+    if (lane == 0) logits[e] = sum * (1.0f / sqrtf(squares / static_cast<float>(a.dim) + a.eps));
   }
   __syncthreads();
-  route_row(a.router, logits, a.bias, a.ids + pairs, a.weights + pairs);
+  if (a.router.num_experts > 32) return route_row(a.router, logits, a.bias, a.ids + pairs, a.weights + pairs);
+  if (threadIdx.x < 32)
+    route_row_by_warp(a.router, lane < a.router.num_experts ? logits[lane] : 0.0f, a.bias, a.ids + pairs,
+                      a.weights + pairs);
 }
 
 /// A block an expert: it counts the pairs of the experts before its own, then lists its own in their order.
