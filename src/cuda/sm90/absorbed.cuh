@@ -36,12 +36,13 @@
 // their NaN and infinities and are marked instead: lanes that see them get a NaN score. At most the last tiles of a
 // request need that.
 //
-// Schedule, computed by each block for itself from the lengths (1 to 2 us, in the shadow of nothing). With at most as
-// many groups (requests or rows) as parts (blocks of a lane block), each part gets one piece: the shortest length is
-// searched of which every group can be cut into even pieces with no more pieces than parts. Where that would leave too
-// much idle, or with more groups, the work is laid out on a line, each group kFixedTiles + its tiles, and the line cut
-// into as many equal parts as there are. Groups that were cut leave partial results (fp32, at most two a part), which
-// combine_kernel merges in order; both kernels are launched while what is before them on the stream ends (PDL).
+// Schedule, computed by each block for itself from the lengths. With at most as many groups (requests or rows) as parts
+// (blocks of a lane block), each part gets one piece: the shortest length is searched of which every group can be cut
+// into even pieces with no more pieces than parts. Where that would leave too much idle, or with more groups, the work
+// is laid out on a line, each group kFixedTiles + its tiles. Each part gets the groups whose middle lies in its share
+// of the line, unless that makes the fullest part longer than cutting would: then the line is cut into equal parts.
+// Groups that were cut leave partial results (fp32, at most two a part), which combine_kernel merges in order; both
+// kernels are launched while what is before them on the stream ends (PDL).
 #pragma once
 
 #include <cuda.h>
@@ -79,6 +80,9 @@ constexpr int kMaxParts = 256;
 
 // The price, in tiles, of a further group in a part beside its tiles: loading Q, results.
 constexpr int kFixedTiles = 3;
+// What cutting the line costs more than whole groups do, in tiles: further pieces and the merge, and with 64 lanes the
+// partial results of two pieces a part, written and read (70 MB of the whole chip).
+constexpr int kCutTiles = 4, kCutTiles64 = 7;
 // Cuts of the line move by up to so many tiles so as not to leave a piece below it.
 constexpr int kMinPiece = 2;
 
@@ -87,12 +91,16 @@ constexpr int kMinPiece = 2;
 // sqrt(kPartTiles * total) tiles.
 constexpr float kPartTiles = 0.038f;
 
+// Calls of up to so many groups bring their small inputs into the L2 first.
+constexpr int kPrefetchGroups = 32;
+
 struct Schedule {
   int4* cuts;     // [num_slots], for combine_kernel: group, first part, number of parts (1: nothing to merge)
   int num_parts;  // of each lane block
   int lane_blocks;
   int num_groups;
   int num_slots;  // min(num_groups, num_parts): a slot for each group, or for each part (the group that it begins)
+  bool prefetch;  // prefetch_inputs() pays
 };
 
 struct Shared {
@@ -102,9 +110,9 @@ struct Shared {
   int row_of_lane[kLanes];                    // among the group's
   int64_t query_at[kLanes];                   // where a lane's query begins, in elements; -1: no such lane
   alignas(16) uint8_t state[kStages][kKeys];  // of each key of a stage
-  int first_group, first_start;
-  int payload, total;  // of the line; payload 1 and total the pieces where each part has one piece
-  int piece;           // longest piece in tiles, or 0: the line is cut
+  int first_group, end_group, first_start;
+  int payload, total;                        // of the line where it is cut; payload 0: the part has whole groups
+  int piece;                                 // longest piece in tiles where each part has one, else 0
   int piece_first, piece_last, piece_tiles;  // of the only piece: its tiles, and those of its group
   int partial_sum[kThreads / 32];
 };
@@ -163,7 +171,7 @@ __device__ inline int shortest_piece(const int* tiles, int num_groups, int num_p
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // ceil(t / m) <= (t - 1) / m + 1 gives a length that always fits.
   const auto worth =
-      static_cast<int>(square_root(kPartTiles * static_cast<float>(total_tiles * min(lanes, kLanes)) / kLanes));
+      static_cast<int>(square_root(kPartTiles * static_cast<float>(total_tiles) * static_cast<float>(lanes) / kLanes));
   int low = max(ceil_div(total_tiles, num_parts), worth);
   int high =
       num_parts > num_groups ? max(low, ceil_div(total_tiles - num_groups, num_parts - num_groups)) : total_tiles;
@@ -187,6 +195,37 @@ __device__ inline int shortest_piece(const int* tiles, int num_groups, int num_p
   return high;
 }
 
+__device__ inline void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+/// Small calls wait for lengths, then for pages, then for keys, each 1 us away where the L2 has not seen them. Each
+/// thread of the grid brings a line of the page table (or list of slots) or of the queries into the L2 while the
+/// lengths are under way; a call too large for that does not need it.
+__device__ inline void prefetch_rows(const void* data, int rows, int64_t row_stride_bytes, int row_bytes,
+                                     int64_t& index) {
+  constexpr int kLine = 128;
+  const int lines = ceil_div(row_bytes, kLine);
+  const int64_t all = int64_t{rows} * lines;
+  if (index >= 0 && index < all) {
+    const int row = static_cast<int>(index) / lines, line = static_cast<int>(index) % lines;
+    prefetch_line(static_cast<const unsigned char*>(data) + row * row_stride_bytes + line * kLine);
+  }
+  index -= all;
+}
+template <class Problem>
+__device__ void prefetch_inputs(const Problem& p) {
+  int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if constexpr (std::is_same_v<Problem, Dense>) {
+    if (p.pages.indptr == nullptr)
+      prefetch_rows(p.pages.pages, static_cast<int>(p.pages.num_table_rows), 4 * p.pages.row_stride,
+                    static_cast<int>(4 * p.pages.num_columns), index);
+  } else {
+    prefetch_rows(p.slots, static_cast<int>(p.num_rows), 4 * p.slots_row_stride, static_cast<int>(4 * p.list_width),
+                  index);
+  }
+  prefetch_rows(p.q, static_cast<int>(p.num_rows), 2 * p.q_row_stride,
+                static_cast<int>(2 * ((p.num_heads - 1) * p.q_head_stride + kWidth)), index);
+}
+
 /// Where this part begins. `scratch` holds kMaxParts numbers.
 template <class Problem>
 __device__ void find_part(const Problem& p, const Schedule& schedule, int part, Shared& s, int* scratch) {
@@ -202,18 +241,20 @@ __device__ void find_part(const Problem& p, const Schedule& schedule, int part, 
   const int tiles_before = scan_threads(own, s.partial_sum, total_tiles);
   const int line = total_tiles + kFixedTiles * num_groups;
   const int payload = max(ceil_div(line, num_parts), kMinPiece);
+  const int lanes = min(static_cast<int>(p.lanes_per_group()), kLanes);
+  const int cut_price = kCutTiles + kCutTiles64 * lanes / kLanes;
   if (few) {
-    const int piece = shortest_piece(scratch, num_groups, num_parts, total_tiles, static_cast<int>(p.lanes_per_group()),
-                                     s.partial_sum);
-    // Longer pieces than the line's, but each part has one: no second prologue, fewer merges. Worth 1/16 and a bit.
-    if (piece <= payload + payload / 16 + kMinPiece) {
-      const int pieces = tid < num_groups ? ceil_div(own, piece) : 0;
-      int total;
-      const int start = scan_threads(pieces, s.partial_sum, total);
-      if (tid == 0) s.payload = 1, s.total = total, s.piece = piece;
+    const int piece = shortest_piece(scratch, num_groups, num_parts, total_tiles, lanes, s.partial_sum);
+    const int pieces = tid < num_groups ? ceil_div(own, piece) : 0;
+    int total;
+    const int start = scan_threads(pieces, s.partial_sum, total);
+    // Longer pieces than the line's, but each part has one: no second prologue, and fewer merges or none.
+    if (piece <= payload + (total == num_groups ? cut_price : payload / 16 + kMinPiece)) {
+      if (tid == 0) s.piece = piece;
       if (part >= start && part < start + pieces) {
         const int i = part - start, each = own / pieces, longer = own % pieces;  // the first `longer` have a tile more
         s.first_group = tid;
+        s.end_group = tid + 1;
         s.piece_first = each * i + min(i, longer);
         s.piece_last = s.piece_first + each + (i < longer);
         s.piece_tiles = own;
@@ -222,9 +263,46 @@ __device__ void find_part(const Problem& p, const Schedule& schedule, int part, 
       return;
     }
   }
+  // Whole groups, each to the part in which its middle lies, if the fullest part has little more than a cut would
+  // bring.
+  int* const loads = scratch;
+  __syncthreads();
+  if (tid < num_parts) loads[tid] = 0;
+  __syncthreads();
+  const int line_start = tiles_before + kFixedTiles * begin;
+  auto part_of = [&](int start, int cost) {
+    return static_cast<int>((static_cast<int64_t>(start) + cost / 2) * num_parts / line);
+  };
+  int start = line_start;
+#pragma unroll 1
+  for (int g = begin; g < end; ++g) {
+    const int cost = group_tiles(p, g) + kFixedTiles, of = part_of(start, cost);
+    atomicAdd(&loads[of], cost);
+    if (of == part) {
+      atomicMin(&s.first_group, g);
+      atomicMax(&s.end_group, g + 1);
+    }
+    start += cost;
+  }
+  __syncthreads();
+  int most = 0;
+#pragma unroll 1
+  for (int i = tid % 32; i < num_parts; i += 32) most = max(most, loads[i]);
+  most = __reduce_max_sync(0xffffffffu, most);
+  if (most <= payload + cut_price) {
+    if (tid == 0) s.payload = 0;
+    __syncthreads();
+    return;
+  }
+  __syncthreads();
+  if (tid == 0) {
+    s.payload = payload;
+    s.total = line;
+    s.first_group = s.end_group = num_groups;
+  }
+  __syncthreads();
   const int target = part * payload;
-  if (tid == 0) s.payload = payload, s.total = line, s.piece = 0;
-  int start = tiles_before + kFixedTiles * begin;
+  start = line_start;
 #pragma unroll 1
   for (int g = begin; g < end; ++g) {
     const int cost = group_tiles(p, g) + kFixedTiles;
@@ -250,9 +328,14 @@ struct Walk {
   template <class Problem>
   __device__ bool next(const Problem& p, const Schedule& schedule, const Shared& s, int part) {
     if (s.piece != 0) {
-      if (group >= schedule.num_groups || start < 0) return false;
+      if (group >= s.end_group) return false;
       first_tile = s.piece_first, last_tile = s.piece_last, tiles = s.piece_tiles;
-      start = -1;
+      ++group;
+      return true;
+    }
+    if (s.payload == 0) {
+      if (group >= s.end_group) return false;
+      first_tile = 0, last_tile = tiles = group_tiles(p, group);
       ++group;
       return true;
     }
@@ -331,14 +414,14 @@ __device__ void produce_rows(const Problem& p, const Schedule& schedule, Shared&
             copy_async_16(target + b * kBlockBytes, source + b * 128 + piece * 16, ok);
         }
       };
-      // Two arrivals a thread: now, for the states, and when its copies have landed. The consumers' fence makes them
-      // visible to the tensor cores: here it would wait for the copies that are under way.
+      // Each thread arrives when its copies have landed, and with the left half each warp for its states. The
+      // consumers' fence makes the copies visible to the tensor cores: here it would wait for those that are under way.
       copy(std::integral_constant<int, 0>{}, std::integral_constant<int, kLeftBlocks>{});
-      mbarrier_arrive(&s.full[stage][kLeft]);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.full[stage][kLeft]);
       copy_async_arrive(&s.full[stage][kLeft]);
       mbarrier_wait(&s.empty[stage][kRight], parity);
       copy(std::integral_constant<int, kLeftBlocks>{}, std::integral_constant<int, kBlocks>{});
-      mbarrier_arrive(&s.full[stage][kRight]);
       copy_async_arrive(&s.full[stage][kRight]);
     }
   }
@@ -485,6 +568,12 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
           rope[k][half] = at >= 0 ? *reinterpret_cast<const uint32_t*>(q + 16 * k) : 0;
           rope[k][half + 2] = at >= 0 ? *reinterpret_cast<const uint32_t*>(q + 16 * k + 8) : 0;
         }
+      }
+      if (s.piece == 0 && walk.group < schedule.num_groups) {  // the next group's come from the L2
+        constexpr int kLines = 2 * kWidth / 128;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < lanes * kLines; i += kConsumerThreads)
+          prefetch_line(p.q + s.query_at[i / kLines] + g.num_rows * p.q_row_stride + i % kLines * 64);
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
@@ -797,17 +886,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     if constexpr (kPages) prefetch_map(map);
     for (int i = 0; i < kStages; ++i) {
-      for (int half = 0; half < 2; ++half) {
-        mbarrier_init(&s.full[i][half], kPages ? 1 : 2 * kProducerThreads);
-        mbarrier_init(&s.empty[i][half], kConsumerThreads / 2 / 32);
-      }
+      mbarrier_init(&s.full[i][kLeft], kPages ? 1 : kProducerThreads + kProducerThreads / 32);
+      mbarrier_init(&s.full[i][kRight], kPages ? 1 : kProducerThreads);
+      for (int half = 0; half < 2; ++half) mbarrier_init(&s.empty[i][half], kConsumerThreads / 2 / 32);
     }
     fence_mbarrier_init();
     s.first_group = schedule.num_groups;
+    s.end_group = 0;
     s.first_start = 0;
+    s.piece = 0;
   }
   wait_for_stream();
   let_next_start();
+  if (schedule.prefetch) prefetch_inputs(p);
   find_part(p, schedule, part, s, reinterpret_cast<int*>(weights));
   if (threadIdx.x < kConsumerThreads) {
     register_increase<kConsumerRegisters>();
@@ -830,7 +921,7 @@ constexpr int kColumnsAtOnce = 128;                   // of a warp, 16 bytes a t
 constexpr int kSlices = kLatent / kColumnsAtOnce;     // 4
 constexpr int kFewLanes = 4;                          // lanes of a block where groups have few parts,
 constexpr int kFewWarps = kCombineWarps / kFewLanes;  // and warps of each
-// From so many parts on a block takes 128 columns of one lane, if that is done in so many rounds.
+// From so many parts on a block takes one lane, or 128 columns of it, if that is done in so many rounds.
 constexpr int kManyParts = 12, kManyRounds = 2;
 
 struct CombineShared {
@@ -856,7 +947,7 @@ __device__ inline void store_columns(const Common& p, int64_t row, int head, int
 }
 
 /// Merges the parts of the groups that were cut, in the order of their keys. Blocks take turns at what there is to do:
-/// four lanes of a group of few parts, or 128 columns of a lane of a group of many.
+/// four lanes of a group of few parts, or a lane, or 128 columns of one, of a group of many.
 template <class Problem>
 __global__ void __launch_bounds__(kCombineThreads, 2)
     combine_kernel(const __grid_constant__ Problem p, const Schedule schedule) {
@@ -897,20 +988,24 @@ __global__ void __launch_bounds__(kCombineThreads, 2)
   };
 
   // There are cuts only where all lanes fit the chip at once: these are small numbers.
-  if (most_parts >= kManyParts && num_cuts * lanes * kSlices <= kManyRounds * static_cast<int>(gridDim.x)) {
-    const int items = num_cuts * lanes * kSlices;
+  if (most_parts >= kManyParts && num_cuts * lanes <= kManyRounds * static_cast<int>(gridDim.x)) {
+    // Sixteen warps over the parts of 128 columns, where that leaves no more to do than there are blocks; else four
+    // over the parts of all columns.
+    const bool narrow = num_cuts * lanes * kSlices <= static_cast<int>(gridDim.x);
+    const int pieces = narrow ? kSlices : 1, step = narrow ? kCombineWarps : kCombineWarps / kSlices;
+    const int start = narrow ? warp : warp / kSlices, items = num_cuts * lanes * pieces;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
-      const int slice = item % kSlices, lane = item / kSlices % lanes;
-      const int4 cut = s.cuts[item / kSlices / lanes];
+      const int slice = narrow ? item % kSlices : warp % kSlices, lane = item / pieces % lanes;
+      const int4 cut = s.cuts[item / pieces / lanes];
       auto column_of = [&](int i) {
         return reinterpret_cast<const float4*>(p.partial + index_of(cut, i, lane) * kLatent + slice * kColumnsAtOnce) +
                in_warp;
       };
-      constexpr int kAhead = 8;  // loads under way while the weights are found: all of them up to 128 parts
+      constexpr int kAhead = 8;  // loads under way at once, the first of them while the weights are found
       float4 x[kAhead];
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
-        const int i = warp + j * kCombineWarps;
+        const int i = start + j * step;
         x[j] = i < cut.z ? *column_of(i) : float4{0, 0, 0, 0};
       }
       const float l = tid < cut.z ? p.partial_lse[index_of(cut, tid, lane)] : -INFINITY;
@@ -919,6 +1014,7 @@ __global__ void __launch_bounds__(kCombineThreads, 2)
         top = larger_or_nan(top, __shfl_xor_sync(0xffffffffu, top, offset));
       if (in_warp == 0) s.many.tops[warp] = top;
       __syncthreads();
+#pragma unroll 1
       for (int w = 0; w < kCombineWarps; ++w) top = larger_or_nan(top, s.many.tops[w]);
       const float weight = l == -INFINITY ? 0.0f : __expf(l - top);
       float sum = weight;
@@ -927,23 +1023,33 @@ __global__ void __launch_bounds__(kCombineThreads, 2)
       if (tid < cut.z) s.many.weight[tid] = l == -INFINITY ? -1.0f : weight;
       __syncthreads();
       sum = 0.0f;
+#pragma unroll 1
       for (int w = 0; w < kCombineWarps; ++w) sum += s.many.totals[w];
       float4 o{0, 0, 0, 0};
-      auto add = [&](float w, const float4& v) {
-        if (w < 0.0f) return;
-        o.x = fmaf(w, v.x, o.x), o.y = fmaf(w, v.y, o.y), o.z = fmaf(w, v.z, o.z), o.w = fmaf(w, v.w, o.w);
-      };
+#pragma unroll 1
+      for (int base = start; base < cut.z; base += kAhead * step) {
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        const int i = warp + j * kCombineWarps;
-        if (i < cut.z) add(s.many.weight[i], x[j]);
+        for (int j = 0; j < kAhead; ++j) {
+          const int i = base + j * step;
+          const float w = i < cut.z ? s.many.weight[i] : -1.0f;
+          if (w < 0.0f) continue;
+          o.x = fmaf(w, x[j].x, o.x), o.y = fmaf(w, x[j].y, o.y), o.z = fmaf(w, x[j].z, o.z),
+          o.w = fmaf(w, x[j].w, o.w);
+        }
+        if (base + kAhead * step >= cut.z) break;
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+          const int i = base + (kAhead + j) * step;
+          if (i < cut.z) x[j] = *column_of(i);
+        }
       }
-      for (int i = warp + kAhead * kCombineWarps; i < cut.z; i += kCombineWarps) add(s.many.weight[i], *column_of(i));
       s.many.sums[warp][in_warp] = o;
       __syncthreads();
-      if (warp == 0) {
-        float4 total = s.many.sums[0][in_warp];
-        for (int w = 1; w < kCombineWarps; ++w) {
+      if (warp < kSlices / pieces) {  // a warp for each slice of this item: 0 of one, 0..3 of four
+        float4 total = s.many.sums[warp][in_warp];
+        const int stride = narrow ? 1 : kSlices;
+#pragma unroll 1
+        for (int w = warp + stride; w < kCombineWarps; w += stride) {
           const float4 v = s.many.sums[w][in_warp];
           total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
         }
