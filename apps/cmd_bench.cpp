@@ -60,6 +60,19 @@ void check_cpu_options(const CLI::App& command, const gannet::bench::Options& op
                         "at most max_position_embeddings, " + std::to_string(context));
 }
 
+/// `bench --device cuda --op generate`: decode steps of a whole checkpoint.
+void run_cuda_generate(const CLI::App& command, const gannet::bench::Options& options) {
+  refuse_given(command, {"--against", "--where", "--every"}, "only with operations of its rows");
+  if (options.generate.model.empty()) gannet::cli::refuse("--model", "empty", "the directory of a checkpoint");
+  const gannet::Checkpoint checkpoint = gannet::Checkpoint::open(options.generate.model);
+  const int64_t context = checkpoint.config().max_position_embeddings;
+  if (options.generate.prompt_tokens + options.generate.new_tokens > context)
+    gannet::cli::refuse("--prompt-tokens", std::to_string(options.generate.prompt_tokens),
+                        "with --new-tokens at most max_position_embeddings, " + std::to_string(context));
+  gannet::bench::run_decode_steps({}, options.generate, options.grid.batch, options.impl, options.grid.latent_format,
+                                  options.grid.index_format, options.json_file, std::cout);
+}
+
 std::vector<std::string> op_names() {
   std::vector<std::string> names = gannet::bench::problem_ops();
   names.emplace_back(gannet::bench::kGenerate);
@@ -109,8 +122,10 @@ void add_bench_command(CLI::App& app) {
              "Index keys: fp8 (default), bf16 or fp32");
   command->add_flag("--warm", options->grid.warm,
                     "Work on one cache again and again instead of rotating through cold ones");
-  command->add_option("--model", options->generate.model,
-                      "Checkpoint directory: also time whole generate runs, with and without --invariant");
+  command->add_option(
+      "--model", options->generate.model,
+      "Checkpoint directory: also time whole generate runs, with and without --invariant; with --device cuda "
+      "--op generate: decode steps of --batch requests");
   command->add_option("--prompt-tokens", options->generate.prompt_tokens, "Of these runs")
       ->check(CLI::Range(1, kMost))
       ->capture_default_str();
@@ -136,7 +151,12 @@ void add_bench_command(CLI::App& app) {
   command->add_option("--json", options->json_file, "Append one JSON line a row to this file");
   command->callback([command, options, cuda, device] {
     if (*device == "cuda") {
-      refuse_given(*command, {"--model", "--prompt-tokens", "--new-tokens", "--chunk"}, "only with --device cpu");
+      if (options->ops == std::vector<std::string>{gannet::bench::kGenerate}) {
+        run_cuda_generate(*command, *options);
+        return;
+      }
+      refuse_given(*command, {"--model", "--prompt-tokens", "--new-tokens", "--chunk"},
+                   "only with --device cpu, or --op generate alone");
       cuda->ops = options->ops;
       cuda->impl = options->impl;
       cuda->json = options->json_file;

@@ -5,12 +5,14 @@
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <ostream>
 #include <random>
 #include <vector>
 
 #include "bench/bench.h"
+#include "bench_commit.h"
 #include "engine/engine.h"
 
 namespace gannet {
@@ -101,6 +103,81 @@ void run_generate(const Context& context, const GenerateGrid& grid, const std::s
                      cost(least(modes[0].prefill), least(modes[1].prefill)),
                      cost(least(modes[0].decode), least(modes[1].decode)))
       << std::flush;
+}
+
+void run_decode_steps(const Context& context, const GenerateGrid& grid, int batch, const std::string& impl,
+                      LatentFormat latent, IndexKFormat index, const std::string& json_file, std::ostream& out) {
+  constexpr double kMilli = 1e3;
+  constexpr int kWarm = 3;  // steps that are not counted
+  Checkpoint checkpoint = Checkpoint::open(grid.model);
+  std::mt19937 random(9);
+  std::uniform_int_distribution<int32_t> id(0, static_cast<int32_t>(checkpoint.config().vocab_size) - 1);
+  // Requests whose prompts come early decode beside the others' prefill: those steps are not counted either.
+  const int64_t mixed = int64_t{batch} * grid.prompt_tokens / grid.chunk + 2;
+  const int64_t tokens = mixed + kWarm + grid.new_tokens + 1;
+  const int64_t context_len = checkpoint.config().max_position_embeddings;
+  if (grid.prompt_tokens + tokens > context_len)
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        fmt::format("[bench] prompts of {} tokens, {} steps beside their prefill and {} more do not fit into {} "
+                    "tokens; accepted: fewer, or a larger --chunk",
+                    grid.prompt_tokens, mixed, tokens - mixed, context_len));
+  DecoderOptions options;
+  options.impl = impl;
+  options.latent_format = latent;
+  options.latent_scale = latent == LatentFormat::kE4m3 ? 1.0f : 0.0f;
+  options.index_format = index;
+  options.num_pages = 1 + batch * pages_for(grid.prompt_tokens + tokens, options.page_size);
+  options.query = QueryPrecision::kBf16;
+  options.device = {DeviceKind::kCuda, 0};
+  options.precision = ComputePrecision::kBf16;
+  Decoder decoder(context, checkpoint, options);
+  Engine engine(decoder, {.chunk = grid.chunk, .max_requests = batch});
+  for (int b = 0; b < batch; ++b) {
+    std::vector<int32_t> prompt(static_cast<size_t>(grid.prompt_tokens));
+    for (int32_t& x : prompt) x = id(random);
+    engine.add({.prompt = prompt, .max_new_tokens = tokens});
+  }
+  const auto timed_step = [&] {
+    const auto start = std::chrono::steady_clock::now();
+    if (!engine.step()) throw Error(ErrorCode::kOutOfMemory, "[bench] the requests ended early: no pages");
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  double first = 0.0;
+  while (engine.stats().decode_steps == 0) first = timed_step();
+  for (int i = 0; i < kWarm; ++i) timed_step();
+  std::vector<double> steps;
+  for (int i = 0; i < grid.new_tokens; ++i) steps.push_back(timed_step());
+  std::sort(steps.begin(), steps.end());
+  const auto at = [&](double share) { return kMilli * steps[static_cast<size_t>(share * double(steps.size() - 1))]; };
+  const std::string name = std::filesystem::path(grid.model).lexically_normal().filename().string();
+  out << fmt::format(
+      "decode steps, {} on {} ({}): batch {}, prompts of {} tokens, kv {}, index keys {}\n"
+      "  {} steps: median {:.3f} ms, 10 % below {:.3f}, 10 % above {:.3f}; the first one {:.1f} ms\n",
+      name, to_string(options.device), decoder.compute().name(), batch, grid.prompt_tokens, to_string(latent),
+      to_string(index), steps.size(), at(0.5), at(0.1), at(0.9), kMilli * first);
+  std::string implementations;
+  for (const auto& [op, chosen] : decoder.backend().implementations())
+    implementations += fmt::format("{}{} {}", implementations.empty() ? "" : ", ", op, chosen);
+  out << "  " << implementations << std::endl;
+  if (json_file.empty()) return;
+  nlohmann::ordered_json j;
+  j["op"] = "decode_step";
+  j["shape"] = {{"model", name},
+                {"batch", batch},
+                {"prompt_tokens", grid.prompt_tokens},
+                {"kv", to_string(latent)},
+                {"index_k", to_string(index)}};
+  j["impl"] = implementations;
+  j["steps"] = steps.size();
+  j["ms_median"] = at(0.5);
+  j["ms_10"] = at(0.1);
+  j["ms_90"] = at(0.9);
+  j["ms_first"] = kMilli * first;
+  j["commit"] = kCommit;
+  std::ofstream file(json_file, std::ios::app);
+  if (!(file << j.dump() << '\n'))
+    throw Error(ErrorCode::kInvalidArgument, "[bench] --json: " + json_file + " cannot be written");
 }
 
 }  // namespace bench
