@@ -197,6 +197,7 @@ typedef struct gannet_index_cache {
   int64_t num_pages;
   int64_t page_stride_bytes;
   gannet_device device;
+  int32_t hadamard; /* 0 or 1: keys are kept rotated by gannet_hadamard */
 } gannet_index_cache;
 
 /* The caches of one layer; index is NULL for a layer without an indexer. */
@@ -299,6 +300,7 @@ typedef struct gannet_index_k_write {
   gannet_tensor k;     /* fp32 or bf16 [rows, Di] */
   gannet_tensor slots; /* int32 or int64 [rows]; negative: the row is skipped */
   const gannet_index_cache* cache;
+  int32_t hadamard; /* 0 or 1: k is rotated; as the cache says, else refused */
 } gannet_index_k_write;
 
 /* Gathers and dequantises index keys; a negative slot gives zeros. */
@@ -306,7 +308,8 @@ typedef struct gannet_index_k_gather {
   gannet_op op;
   gannet_tensor slots; /* int32 or int64 [rows] */
   const gannet_index_cache* cache;
-  gannet_tensor k; /* out, fp32 or bf16 [rows, Di] */
+  gannet_tensor k;  /* out, fp32 or bf16 [rows, Di] */
+  int32_t hadamard; /* 0 or 1: k comes rotated; as the cache says, else refused */
 } gannet_index_k_gather;
 
 typedef int32_t gannet_rope_pairing;
@@ -379,6 +382,7 @@ typedef struct gannet_index_logits {
   const gannet_page_table* pages;
   gannet_query_rows rows;
   gannet_tensor logits; /* out, fp32 or bf16 [rows, max_keys]; columns that a row does not see are left alone */
+  int32_t hadamard;     /* 0 or 1: q is rotated; as the cache says, else refused */
 } gannet_index_logits;
 
 /* Exact top-k; NaN ranks last, the smaller position first among equals. */
@@ -402,6 +406,7 @@ typedef struct gannet_index_select {
   gannet_tensor topk_slots;     /* out, int32 [rows, k], -1 behind the last */
   gannet_tensor topk_lens;      /* out, int32 [rows] */
   gannet_tensor topk_positions; /* out, optional int32 [rows, k] */
+  int32_t hadamard;             /* 0 or 1: q is rotated; as the cache says, else refused */
 } gannet_index_select;
 
 /* Absorbed attention of each row over a list of slots. */
@@ -498,6 +503,7 @@ typedef struct gannet_index_k_pool_options {
   int64_t page_stride_bytes; /* 0: the page's bytes, rounded up */
   int32_t page_size;
   gannet_device device; /* where memory is NULL */
+  int32_t hadamard;     /* 0 or 1: keys are kept rotated, for the life of the pool */
 } gannet_index_k_pool_options;
 
 typedef struct gannet_latent_pool gannet_latent_pool;
@@ -516,7 +522,7 @@ GANNET_API gannet_status gannet_index_k_pool_create(const gannet_index_k_pool_op
                                                     const gannet_memory* memory, gannet_index_k_pool** out);
 GANNET_API void gannet_index_k_pool_free(gannet_index_k_pool** pool);
 
-/* The caches of a layer, valid while the pool lives; `out` is written whole. */
+/* The caches of a layer, valid while the pool lives. `out` has its struct_size set, and gets what it has room for. */
 GANNET_API gannet_status gannet_latent_pool_layer(const gannet_latent_pool* pool, int32_t layer,
                                                   gannet_latent_cache* out);
 GANNET_API gannet_status gannet_index_k_pool_layer(const gannet_index_k_pool* pool, int32_t layer,
@@ -561,6 +567,26 @@ GANNET_API gannet_status gannet_copy_pages(const gannet_layer* layers, int32_t n
                                            int64_t num_moves, void* stream);
 GANNET_API gannet_status gannet_copy_slots(const gannet_layer* layers, int32_t num_layers, const gannet_move* moves,
                                            int64_t num_moves, void* stream);
+/* What two pools must have in common for the pages of a layer to travel as bytes. */
+typedef struct gannet_page_layout {
+  size_t struct_size;
+  int32_t page_size;
+  gannet_latent_format latent_format;
+  int32_t latent_dim;
+  int32_t rope_dim;
+  float latent_scale; /* 0 but for GANNET_LATENT_E4M3 */
+  int32_t has_index;
+  int64_t latent_page_bytes;
+  gannet_index_k_format index_format;
+  gannet_scale_format index_scale_format;
+  int32_t index_head_dim;
+  int32_t index_hadamard;
+  int64_t index_page_bytes; /* 0 without an index cache */
+} gannet_page_layout;
+/* Of a layer; `out` has its struct_size set. */
+GANNET_API gannet_status gannet_page_layout_of(const gannet_layer* layer, gannet_page_layout* out);
+/* 1 where everything but struct_size is the same; 0 also where one is NULL. */
+GANNET_API int32_t gannet_page_layouts_equal(const gannet_page_layout* a, const gannet_page_layout* b);
 /* *out: the bytes that num_pages pages of these layers take. */
 GANNET_API gannet_status gannet_exported_bytes(const gannet_layer* layers, int32_t num_layers, int64_t num_pages,
                                                int64_t* out);
@@ -569,6 +595,32 @@ GANNET_API gannet_status gannet_export_pages(const gannet_layer* layers, int32_t
                                              int64_t num_pages, void* buffer, size_t buffer_bytes, void* stream);
 GANNET_API gannet_status gannet_import_pages(const gannet_layer* layers, int32_t num_layers, const int32_t* pages,
                                              int64_t num_pages, const void* buffer, size_t buffer_bytes, void* stream);
+
+/* ---- beside the operations --------------------------------------------------------------------------------------- */
+
+/* to = from times the Walsh-Hadamard matrix of the last dimension, a power of two up to 1,024, divided by its square
+   root: its own inverse. fp32 or bf16, of equal shape, on one device; they may be the same. On a CUDA device it is
+   enqueued on the stream; else stream is NULL. Index queries and keys of caches with `hadamard` are rotated so. */
+GANNET_API gannet_status gannet_hadamard(const gannet_context* context, const gannet_tensor* from,
+                                         const gannet_tensor* to, void* stream);
+
+/* Which layers have an indexer and which use the selection of an earlier one, as a model's config says it. Lists hold
+   "F" or "full", "S" or "shared" for each layer; NULL: absent. indexer_types goes before index_topk_pattern, and that
+   before the numbers. */
+typedef struct gannet_index_sharing {
+  size_t struct_size;
+  int64_t num_hidden_layers;
+  const char* const* indexer_types;
+  int64_t num_indexer_types; /* at least num_hidden_layers; more are for MTP layers */
+  const char* const* index_topk_pattern;
+  int64_t num_index_topk_pattern;
+  int64_t index_topk_freq;            /* 0 and 1: every layer is full; else layer l is shared unless it divides
+                                         max(l - offset + 1, 0) */
+  int64_t index_skip_topk_offset;     /* looked at where the next field is 1; else 2 */
+  int32_t has_index_skip_topk_offset; /* 0 or 1 */
+} gannet_index_sharing;
+/* sources[l], of num_hidden_layers entries: the layer whose selection layer l uses, itself where it has an indexer. */
+GANNET_API gannet_status gannet_selection_sources(const gannet_index_sharing* sharing, int32_t* sources);
 
 /* ---- backends: a step at a time, a layer at a time --------------------------------------------------------------- */
 

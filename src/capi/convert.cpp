@@ -88,6 +88,7 @@ IndexCacheView index_cache_of(const char* function, const char* name, const gann
   v.page_size = c.page_size;
   v.page_stride_bytes = c.page_stride_bytes;
   v.device = device_of(function, name, c.device);
+  v.hadamard = flag_of(function, "cache.hadamard", c.hadamard);
   return v;
 }
 

@@ -1,5 +1,11 @@
 // Plans and runs of the operations.
+#include <optional>
+#include <string>
+#include <vector>
+
 #include "capi/capi.h"
+#include "gannet/hadamard.h"
+#include "gannet/index_sharing.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -60,12 +66,14 @@ void convert(const gannet_index_k_write& c, IndexKWrite& p, const Take<IndexKWri
   GANNET_TAKE(k);
   GANNET_TAKE(slots);
   take.cache(c.cache);
+  p.hadamard = flag_of(take.kName, "hadamard", c.hadamard);
 }
 
 void convert(const gannet_index_k_gather& c, IndexKGather& p, const Take<IndexKGather>& take) {
   GANNET_TAKE(slots);
   take.cache(c.cache);
   GANNET_TAKE(k);
+  p.hadamard = flag_of(take.kName, "hadamard", c.hadamard);
 }
 
 void convert(const gannet_rope& c, Rope& p, const Take<Rope>& take) {
@@ -117,6 +125,7 @@ void convert(const gannet_index_logits& c, IndexLogits& p, const Take<IndexLogit
   take.cache(c.cache);
   take.paged_rows(c.pages, c.rows);
   GANNET_TAKE(logits);
+  p.hadamard = flag_of(take.kName, "hadamard", c.hadamard);
 }
 
 void convert(const gannet_topk& c, TopK& p, const Take<TopK>& take) {
@@ -135,6 +144,7 @@ void convert(const gannet_index_select& c, IndexSelect& p, const Take<IndexSelec
   GANNET_TAKE(topk_slots);
   GANNET_TAKE(topk_lens);
   GANNET_TAKE(topk_positions);
+  p.hadamard = flag_of(take.kName, "hadamard", c.hadamard);
 }
 
 void convert(const gannet_sparse_attention& c, SparseAttention& p, const Take<SparseAttention>& take) {
@@ -255,5 +265,39 @@ gannet_status gannet_list_implementations(gannet_visit_implementation visit, voi
           sizeof(info), i.op.c_str(), i.name.c_str(), static_cast<int32_t>(i.device), i.runs_here, i.batch_invariant};
       visit(user, &info);
     }
+  });
+}
+
+// ---- beside the operations ----------------------------------------------------------------------------------------
+
+gannet_status gannet_hadamard(const gannet_context* context, const gannet_tensor* from, const gannet_tensor* to,
+                              void* stream) {
+  constexpr const char* kName = "gannet_hadamard";
+  return guard(kName, [&] {
+    hadamard(given(kName, "context", context)->state->context, tensor_of(kName, "from", *given(kName, "from", from)),
+             tensor_of(kName, "to", *given(kName, "to", to)), {stream});
+  });
+}
+
+gannet_status gannet_selection_sources(const gannet_index_sharing* sharing, int32_t* sources) {
+  constexpr const char* kName = "gannet_selection_sources";
+  return guard(kName, [&] {
+    const gannet_index_sharing c = read(kName, "sharing", sharing);
+    const auto words = [&](const char* name, const char* const* list,
+                           int64_t count) -> std::optional<std::vector<std::string>> {
+      if (list == nullptr) return std::nullopt;
+      std::vector<std::string> all;
+      for (const char* word : span_of(kName, name, list, count)) all.emplace_back(given(kName, name, word));
+      return all;
+    };
+    IndexSharing s;
+    s.num_hidden_layers = c.num_hidden_layers;
+    s.indexer_types = words("indexer_types", c.indexer_types, c.num_indexer_types);
+    s.index_topk_pattern = words("index_topk_pattern", c.index_topk_pattern, c.num_index_topk_pattern);
+    s.index_topk_freq = c.index_topk_freq;
+    if (flag_of(kName, "has_index_skip_topk_offset", c.has_index_skip_topk_offset))
+      s.index_skip_topk_offset = c.index_skip_topk_offset;
+    const std::vector<int32_t> all = selection_sources(s);
+    if (!all.empty()) std::copy(all.begin(), all.end(), given(kName, "sources", sources));
   });
 }

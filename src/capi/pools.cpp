@@ -1,5 +1,6 @@
 // Pools, pages, and pages that travel.
 #include <cstring>
+#include <tuple>
 
 #include "capi/capi.h"
 #include "gannet/kv_pool.h"
@@ -46,7 +47,8 @@ IndexKPoolOptions options_of(const char* function, const gannet_index_k_pool_opt
           .head_dim = c.head_dim,
           .num_pages = c.num_pages,
           .page_size = c.page_size,
-          .page_stride_bytes = c.page_stride_bytes};
+          .page_stride_bytes = c.page_stride_bytes,
+          .hadamard = flag_of(function, "hadamard", c.hadamard)};
 }
 
 gannet_pool_sizes to_c(const PoolSizes& s) {
@@ -107,17 +109,18 @@ gannet_status gannet_latent_pool_layer(const gannet_latent_pool* pool, int32_t l
   constexpr const char* kName = "gannet_latent_pool_layer";
   return guard(kName, [&] {
     const LatentCacheView v = given(kName, "pool", pool)->pool.layer(layer);
-    *given(kName, "out", out) = {sizeof(*out),
-                                 v.data,
-                                 static_cast<gannet_latent_format>(v.format),
-                                 v.geometry.latent_dim,
-                                 v.geometry.rope_dim,
-                                 v.page_size,
-                                 v.num_pages,
-                                 v.page_stride_bytes,
-                                 v.scale,
-                                 {static_cast<gannet_device_kind>(v.device.kind), v.device.index},
-                                 v.row_stride_bytes};
+    gannet_latent_cache c{};
+    c.data = v.data;
+    c.format = static_cast<gannet_latent_format>(v.format);
+    c.latent_dim = v.geometry.latent_dim;
+    c.rope_dim = v.geometry.rope_dim;
+    c.page_size = v.page_size;
+    c.num_pages = v.num_pages;
+    c.page_stride_bytes = v.page_stride_bytes;
+    c.scale = v.scale;
+    c.device = {static_cast<gannet_device_kind>(v.device.kind), v.device.index};
+    c.row_stride_bytes = v.row_stride_bytes;
+    write_struct(kName, "out", c, out);
   });
 }
 
@@ -125,15 +128,17 @@ gannet_status gannet_index_k_pool_layer(const gannet_index_k_pool* pool, int32_t
   constexpr const char* kName = "gannet_index_k_pool_layer";
   return guard(kName, [&] {
     const IndexCacheView v = given(kName, "pool", pool)->pool.layer(layer);
-    *given(kName, "out", out) = {sizeof(*out),
-                                 v.data,
-                                 static_cast<gannet_index_k_format>(v.format),
-                                 static_cast<gannet_scale_format>(v.scale_format),
-                                 v.head_dim,
-                                 v.page_size,
-                                 v.num_pages,
-                                 v.page_stride_bytes,
-                                 {static_cast<gannet_device_kind>(v.device.kind), v.device.index}};
+    gannet_index_cache c{};
+    c.data = v.data;
+    c.format = static_cast<gannet_index_k_format>(v.format);
+    c.scale_format = static_cast<gannet_scale_format>(v.scale_format);
+    c.head_dim = v.head_dim;
+    c.page_size = v.page_size;
+    c.num_pages = v.num_pages;
+    c.page_stride_bytes = v.page_stride_bytes;
+    c.device = {static_cast<gannet_device_kind>(v.device.kind), v.device.index};
+    c.hadamard = v.hadamard ? 1 : 0;
+    write_struct(kName, "out", c, out);
   });
 }
 
@@ -207,6 +212,37 @@ gannet_status gannet_copy_slots(const gannet_layer* layers, int32_t num_layers, 
   return guard(kName, [&] {
     copy_slots(layers_of(kName, layers, num_layers), moves_of<SlotMove>(kName, moves, num_moves), {stream});
   });
+}
+
+gannet_status gannet_page_layout_of(const gannet_layer* layer, gannet_page_layout* out) {
+  constexpr const char* kName = "gannet_page_layout_of";
+  return guard(kName, [&] {
+    const PageLayout l = page_layout(layers_of(kName, given(kName, "layer", layer), 1)[0]);
+    gannet_page_layout c{};
+    c.page_size = l.page_size;
+    c.latent_format = static_cast<gannet_latent_format>(l.latent_format);
+    c.latent_dim = l.geometry.latent_dim;
+    c.rope_dim = l.geometry.rope_dim;
+    c.latent_scale = l.latent_scale;
+    c.has_index = l.has_index ? 1 : 0;
+    c.latent_page_bytes = l.latent_page_bytes;
+    c.index_format = static_cast<gannet_index_k_format>(l.index_format);
+    c.index_scale_format = static_cast<gannet_scale_format>(l.index_scale_format);
+    c.index_head_dim = l.index_head_dim;
+    c.index_hadamard = l.index_hadamard ? 1 : 0;
+    c.index_page_bytes = l.index_page_bytes;
+    write_struct(kName, "out", c, out);
+  });
+}
+
+int32_t gannet_page_layouts_equal(const gannet_page_layout* a, const gannet_page_layout* b) {
+  if (a == nullptr || b == nullptr) return 0;
+  const auto fields = [](const gannet_page_layout& l) {
+    return std::tuple(l.page_size, l.latent_format, l.latent_dim, l.rope_dim, l.latent_scale, l.has_index,
+                      l.latent_page_bytes, l.index_format, l.index_scale_format, l.index_head_dim, l.index_hadamard,
+                      l.index_page_bytes);
+  };
+  return fields(*a) == fields(*b) ? 1 : 0;
 }
 
 gannet_status gannet_exported_bytes(const gannet_layer* layers, int32_t num_layers, int64_t num_pages, int64_t* out) {

@@ -44,7 +44,8 @@ inline gannet_index_cache c_of(const gannet::IndexCacheView& v) {
           v.page_size,
           v.num_pages,
           v.page_stride_bytes,
-          c_of(v.device)};
+          c_of(v.device),
+          v.hadamard ? 1 : 0};
 }
 
 inline gannet_page_table c_of(const gannet::PageTableView& v) {
@@ -157,6 +158,7 @@ struct CArgsOf {
     GANNET_OPTION(pairing)
     GANNET_OPTION(base)
     GANNET_OPTION(max_seq_len)
+    GANNET_OPTION(hadamard)
 #undef GANNET_OPTION
   }
   CArgsOf(const CArgsOf&) = delete;
@@ -166,6 +168,9 @@ struct CArgsOf {
 /// A backend of C behind the interface of C++, so that one driver can use either.
 class CBackend final : public gannet::AttentionBackend {
  public:
+  using gannet::AttentionBackend::capture;
+  using gannet::AttentionBackend::refresh;
+
   CBackend(gannet_context* context, const gannet::AttentionConfig& c) : config_(c) {
     const gannet_plan_options plan = {sizeof plan, c.plan.impl.c_str(), c.plan.batch_invariant};
     gannet_backend_config o{};

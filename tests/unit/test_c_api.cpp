@@ -500,6 +500,12 @@ TEST(CApiBackends, StepsChunksAndDraftsAreThoseOfThePlan) {
   CContext context;
   CBackend c(context.context, w.config());
   c.bind(w.layers());
+  // What an engine's own backend says that has no more than a backend has to have.
+  const SharedPageTable table({.num_requests = 1, .max_seq_len = 64});
+  EXPECT_TRUE(has(error_of([&] { c.capture({.num_requests = 1}, table); }, ErrorCode::kUnsupported),
+                  "the backend takes no shared page table; accepted: capture without one"));
+  EXPECT_TRUE(has(error_of([&] { c.refresh({.table = &table}); }, ErrorCode::kUnsupported),
+                  "the backend takes no shared page table; accepted: refresh without one"));
   c.prepare(w.step());
   w.backend->prepare(w.step());
   const StepPlan& plan = w.backend->step();
@@ -608,8 +614,11 @@ TEST(CApiPools, AreThoseOfCpp) {
   must(gannet_latent_pool_create(&lo, &memory, &latent));
   must(gannet_index_k_pool_create(&io, &memory, &index));
   EXPECT_EQ(counted.calls, 2);
-  gannet_latent_cache l[2];
+  gannet_latent_cache l[2] = {{}, {}};
   gannet_index_cache i{};
+  EXPECT_EQ(gannet_latent_pool_layer(latent, 0, &l[0]), GANNET_INVALID_ARGUMENT) << "its struct_size is not set";
+  l[0].struct_size = l[1].struct_size = sizeof l[0];
+  i.struct_size = sizeof i;
   must(gannet_latent_pool_layer(latent, 0, &l[0]));
   must(gannet_latent_pool_layer(latent, 1, &l[1]));
   must(gannet_index_k_pool_layer(index, 1, &i));
@@ -647,11 +656,101 @@ TEST(CApiPools, AreThoseOfCpp) {
   EXPECT_EQ(std::memcmp(static_cast<uint8_t*>(l[0].data) + l[0].page_stride_bytes,
                         static_cast<uint8_t*>(l[0].data) + 5 * 576, 576),
             0);
+  // What the two layers are to a pool elsewhere.
+  gannet_page_layout here{}, there{};
+  here.struct_size = there.struct_size = sizeof here;
+  must(gannet_page_layout_of(&layers[1], &here));
+  const PageLayout cpp =
+      page_layout(LayerCaches{.latent = LatentPool(lcpp).layer(1), .index = IndexKPool(icpp).layer(1)});
+  EXPECT_EQ(here.latent_page_bytes, cpp.latent_page_bytes);
+  EXPECT_EQ(here.index_page_bytes, cpp.index_page_bytes);
+  EXPECT_EQ(here.index_scale_format, GANNET_SCALE_POWER_OF_TWO);
+  must(gannet_page_layout_of(&layers[1], &there));
+  EXPECT_EQ(gannet_page_layouts_equal(&here, &there), 1);
+  must(gannet_page_layout_of(&layers[0], &there));
+  EXPECT_EQ(gannet_page_layouts_equal(&here, &there), 0);
+  EXPECT_EQ(gannet_page_layouts_equal(&here, nullptr), 0);
   gannet_latent_pool_free(&latent);
   gannet_index_k_pool_free(&index);
   EXPECT_EQ(latent, nullptr);
   EXPECT_EQ(index, nullptr);
   EXPECT_EQ(counted.bytes, 0);
+}
+
+// Rotated keys: a pool of them, an operation over it, and the rotation itself.
+TEST(CApiOps, RotatedIndexKeys) {
+  gannet_context* context = nullptr;
+  must(gannet_context_create(nullptr, &context));
+  const int32_t layer = 0;
+  gannet_index_k_pool_options o{};
+  o.struct_size = sizeof o;
+  o.layers = &layer;
+  o.num_layers = 1;
+  o.format = GANNET_INDEX_K_F32;
+  o.head_dim = 128;
+  o.num_pages = 2;
+  o.page_size = 64;
+  o.hadamard = 1;
+  gannet_index_k_pool* pool = nullptr;
+  must(gannet_index_k_pool_create(&o, nullptr, &pool));
+  gannet_index_cache cache{};
+  cache.struct_size = sizeof cache;
+  must(gannet_index_k_pool_layer(pool, 0, &cache));
+  EXPECT_EQ(cache.hadamard, 1);
+  std::vector<float> k(128), rotated(128), back(128);
+  for (size_t i = 0; i < k.size(); ++i) k[i] = static_cast<float>(i % 7) - 3.0f;
+  const gannet_tensor from = gannet_tensor_2d(k.data(), GANNET_F32, 1, 128),
+                      to = gannet_tensor_2d(rotated.data(), GANNET_F32, 1, 128),
+                      again = gannet_tensor_2d(back.data(), GANNET_F32, 1, 128);
+  must(gannet_hadamard(context, &from, &to, nullptr));
+  must(gannet_hadamard(context, &to, &again, nullptr));
+  EXPECT_NE(k, rotated);
+  for (size_t i = 0; i < k.size(); ++i) EXPECT_NEAR(back[i], k[i], 1e-5);
+  EXPECT_EQ(gannet_hadamard(context, nullptr, &to, nullptr), GANNET_INVALID_ARGUMENT);
+  const int32_t slot = 70;
+  gannet_index_k_write write{};
+  write.op = {sizeof write, GANNET_OP_INDEX_K_WRITE};
+  write.k = to;
+  write.slots = gannet_tensor_1d(&slot, GANNET_I32, 1);
+  write.cache = &cache;
+  EXPECT_EQ(gannet_run_once(context, &write.op, nullptr), GANNET_INVALID_ARGUMENT) << "keys as they are";
+  write.hadamard = 1;
+  must(gannet_run_once(context, &write.op, nullptr));
+  gannet_index_k_gather gather{};
+  gather.op = {sizeof gather, GANNET_OP_INDEX_K_GATHER};
+  gather.slots = write.slots;
+  gather.cache = &cache;
+  gather.k = again;
+  gather.hadamard = 1;
+  must(gannet_run_once(context, &gather.op, nullptr));
+  EXPECT_EQ(back, rotated);
+  gannet_index_k_pool_free(&pool);
+  gannet_context_free(&context);
+}
+
+TEST(CApiOps, SelectionSources) {
+  const char* const words[] = {"full", "shared", "F", "S", "S"};
+  gannet_index_sharing s{};
+  s.struct_size = sizeof s;
+  s.num_hidden_layers = 4;
+  s.indexer_types = words;
+  s.num_indexer_types = 5;
+  std::vector<int32_t> sources(4);
+  must(gannet_selection_sources(&s, sources.data()));
+  EXPECT_EQ(sources, (std::vector<int32_t>{0, 0, 2, 2}));
+  s.indexer_types = nullptr;
+  s.index_topk_pattern = words + 2;
+  s.num_index_topk_pattern = 3;
+  EXPECT_EQ(gannet_selection_sources(&s, sources.data()), GANNET_INVALID_ARGUMENT) << "three words for four layers";
+  s.index_topk_pattern = nullptr;
+  must(gannet_selection_sources(&s, sources.data()));
+  EXPECT_EQ(sources, (std::vector<int32_t>{0, 1, 2, 3}));
+  s.index_topk_freq = 2;
+  s.has_index_skip_topk_offset = 1;
+  s.index_skip_topk_offset = 1;
+  must(gannet_selection_sources(&s, sources.data()));
+  EXPECT_EQ(sources, (std::vector<int32_t>{0, 0, 2, 2}));
+  EXPECT_EQ(gannet_selection_sources(&s, nullptr), GANNET_INVALID_ARGUMENT);
 }
 
 TEST(CApiPools, PagesAreCounted) {

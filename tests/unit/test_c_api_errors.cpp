@@ -48,6 +48,7 @@ struct Fixture {
     options.num_pages = 3;
     options.page_size = 64;
     must(gannet_latent_pool_create(&options, nullptr, &pool));
+    cache = sized<gannet_latent_cache>();
     must(gannet_latent_pool_layer(pool, 0, &cache));
     layer.latent = &cache;
     config = sized<gannet_backend_config>();
@@ -432,7 +433,7 @@ TEST(CApi, StructsCarryTheirSize) {
     const gannet_layer layer = {&x, nullptr};
     return gannet_copy_pages(&layer, 1, nullptr, 0, nullptr);
   });
-  gannet_index_cache index = {sizeof index, f.out.data(), GANNET_INDEX_K_F32, 0, 16, 64, 3, 4096, {GANNET_CPU, 0}};
+  gannet_index_cache index = {sizeof index, f.out.data(), GANNET_INDEX_K_F32, 0, 16, 64, 3, 4096, {GANNET_CPU, 0}, 0};
   expect_sized<gannet_index_cache>("layers.index", index, [&](const gannet_index_cache& x) {
     const gannet_layer layer = {&f.cache, &x};
     return gannet_copy_pages(&layer, 1, nullptr, 0, nullptr);
