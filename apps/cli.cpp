@@ -9,6 +9,7 @@
 #include <cmath>
 #include <csignal>
 #include <cstdio>
+#include <limits>
 
 #include "model/json_file.h"
 
@@ -160,6 +161,26 @@ CacheFormats cache_formats(const std::string& kv_dtype, std::optional<float> kv_
   else if (index_dtype == "fp8_pow2") f.index_scale = ScaleFormat::kPowerOfTwo;
   else refuse("--index-dtype", index_dtype, kIndexNames);
   return f;
+}
+
+void check_cache_options(const ModelConfig& config, LatentFormat latent, int32_t page_size, int64_t num_pages,
+                         bool index_dtype_given, bool index_hadamard) {
+  if (!config.is_dsa()) {
+    if (index_dtype_given) refuse("--index-dtype", "given", "only for models with an indexer, which this one has not");
+    if (index_hadamard) refuse("--index-hadamard", "given", "only for models with an indexer, which this one has not");
+  }
+  if (page_size != 64 && (config.is_dsa() || page_size != 32))
+    refuse("--page-size", std::to_string(page_size), config.is_dsa() ? "64, for models with an indexer" : "32 or 64");
+  std::string formats;
+  bool known = false;
+  for (const LatentFormat f : latent_formats(config)) {
+    formats += fmt::format("{}{}", formats.empty() ? "" : ", ", to_string(f));
+    known = known || f == latent;
+  }
+  if (!known) refuse("--kv-dtype", to_string(latent), formats + ", for this model");
+  const int64_t most = std::numeric_limits<int32_t>::max() / page_size - 1;
+  if (num_pages > most)
+    refuse("--pages", std::to_string(num_pages), fmt::format("at most {} of {} tokens", most, page_size));
 }
 
 QueryPrecision query_precision(const std::string& name, LatentFormat latent, bool sparse, const ChosenDevice& device) {

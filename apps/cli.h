@@ -87,6 +87,11 @@ inline constexpr const char* kLatentNames = "fp32, bf16, e4m3, packed656, e4m3_p
 inline constexpr const char* kIndexNames = "fp32, bf16, fp8, fp8_pow2";
 /// Throws for names that are none of those, and for a scale of another format than e4m3, whose scale is 1 by default.
 CacheFormats cache_formats(const std::string& kv_dtype, std::optional<float> kv_scale, const std::string& index_dtype);
+/// Throws, naming the option, where the model's caches cannot be as the options say: a page size or a latent format
+/// that its backend does not take, more pages than have slots; and for options of index keys given to a model that has
+/// none.
+void check_cache_options(const ModelConfig& config, LatentFormat latent, int32_t page_size, int64_t num_pages,
+                         bool index_dtype_given, bool index_hadamard);
 /// `auto` rounds on a GPU where projections do, for its tensor cores.
 QueryPrecision query_precision(const std::string& name, LatentFormat latent, bool sparse,
                                const ChosenDevice& device = {});

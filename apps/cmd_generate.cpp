@@ -36,6 +36,7 @@ struct GenerateOptions {
   std::string backend;
   bool json = false;
   bool text_only = false;
+  bool index_dtype_given = false;
   CacheOptions cache;
   MachineOptions machine;
   DeviceOptions device;
@@ -55,10 +56,24 @@ int64_t default_chunk(const ModelConfig& c) {
   return std::clamp(kChunkBytes / row, kMinDefaultChunk, kMaxDefaultChunk);
 }
 
-std::string read_all(std::istream& in, const std::string& name) {
+// A token stands for some four bytes of text. What has more than this many for each token of the context cannot be a
+// prompt, and an endless file is not read for ever.
+constexpr int64_t kMaxTokenBytes = 256;
+
+std::string read_all(std::istream& in, const std::string& name, int64_t most) {
   try {
     in.exceptions(std::ios::badbit);
-    return std::string((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
+    std::string text;
+    char block[1 << 16];
+    while (in.read(block, sizeof(block)), in.gcount() > 0) {
+      text.append(block, static_cast<size_t>(in.gcount()));
+      if (static_cast<int64_t>(text.size()) > most)
+        throw Error(ErrorCode::kInvalidArgument,
+                    fmt::format("{}: the prompt has more than {} bytes; accepted: at most {} for each of the tokens of "
+                                "max_position_embeddings",
+                                name, most, kMaxTokenBytes));
+    }
+    return text;
   } catch (const std::ios_base::failure& e) {  // a directory, a device that fails
     throw Error(ErrorCode::kCorruptFile, fmt::format("{}: cannot be read: {}", name, e.what()));
   }
@@ -128,6 +143,7 @@ void run_generate(const GenerateOptions& o) {
 
   Checkpoint checkpoint = Checkpoint::open(o.model);
   const ModelConfig& config = checkpoint.config();
+  check_cache_options(config, formats.latent, o.cache.page_size, o.pages, o.index_dtype_given, o.cache.index_hadamard);
 
   // The prompt. Token ids need no tokenizer; without one the answer is ids too.
   std::optional<Tokenizer> tokenizer;
@@ -138,16 +154,17 @@ void run_generate(const GenerateOptions& o) {
     if (o.tokenizer || file_exists(join_path(o.model, "tokenizer.json"))) load_tokenizer();
   } else {
     std::string text, name = "--prompt";
+    const int64_t most = kMaxTokenBytes * config.max_position_embeddings;
     if (o.prompt) {
       text = *o.prompt;
     } else if (o.prompt_file) {
       name = *o.prompt_file;
       std::ifstream in(name, std::ios::binary);
       if (!in) throw Error(ErrorCode::kCorruptFile, fmt::format("--prompt-file {}: cannot be opened", name));
-      text = read_all(in, name);
+      text = read_all(in, name, most);
     } else {
       name = "standard input";
-      text = read_all(std::cin, name);
+      text = read_all(std::cin, name, most);
     }
     if (text.empty())
       throw Error(ErrorCode::kInvalidArgument, fmt::format("{}: the prompt is empty; accepted: UTF-8 text", name));
@@ -371,5 +388,8 @@ void add_generate_command(CLI::App& app) {
   add_cache_options(c, o.cache);
   add_machine_options(c, o.machine);
   add_device_options(c, o.device);
-  c.callback([options] { run_generate(*options); });
+  c.callback([options, &c] {
+    options->index_dtype_given = c.count("--index-dtype") > 0;
+    run_generate(*options);
+  });
 }

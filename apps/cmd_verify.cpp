@@ -43,6 +43,7 @@ bool verify_model(const VerifyOptions& o, Machine& machine, const std::vector<Go
   const CacheFormats formats = cache_formats(kv_dtype, o.kv_scale, index_dtype);
   Checkpoint checkpoint = Checkpoint::open(*o.model);
   const bool sparse = checkpoint.config().is_dsa();
+  check_cache_options(checkpoint.config(), formats.latent, o.page_size, 0, o.index_dtype.has_value(), o.index_hadamard);
   const ChosenDevice device = choose_device(o.device, o.machine.impl, formats.latent);
   Decoder decoder(machine.context, checkpoint,
                   {.backend = o.backend,

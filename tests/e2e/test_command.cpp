@@ -443,11 +443,17 @@ TEST(BadInput, OptionsOfTheCommand) {
   expect_refused({"generate", "--model", checkpoint_dir("v3-yarn"), "--ids", "1", "--speculate", "1"},
                  {"v3-yarn", "num_nextn_predict_layers", "MTP"});
   expect_refused(generate({"--prompt", kKing, "--query-dtype", "fp16"}), {"--query-dtype", "fp16"});
-  expect_refused(generate({"--prompt", kKing, "--page-size", "48"}), {"page_size", "48", "64"});
-  expect_refused(generate({"--prompt", kKing, "--page-size", "32"}), {"page_size", "32", "64"});
+  expect_refused(generate({"--prompt", kKing, "--page-size", "48"}), {"--page-size", "48", "64"});
+  expect_refused(generate({"--prompt", kKing, "--page-size", "32"}), {"--page-size", "32", "64"});
   expect_refused(generate({"--prompt", kKing, "--page-size", "0"}), {"page-size", "0"});
   expect_refused({"generate", "--model", checkpoint_dir("v3-yarn"), "--ids", "1", "--page-size", "128"},
-                 {"page_size", "128", "32", "64"});
+                 {"--page-size", "128", "32", "64"});
+  expect_refused({"generate", "--model", checkpoint_dir("v3-yarn"), "--ids", "1", "--index-dtype", "fp8"},
+                 {"--index-dtype", "indexer"});
+  expect_refused({"generate", "--model", checkpoint_dir("v3-yarn"), "--ids", "1", "--index-hadamard"},
+                 {"--index-hadamard", "indexer"});
+  expect_refused(generate({"--prompt", kKing, "--pages", "999999999"}), {"--pages", "999999999", "33554430"});
+  expect_refused(generate({"--prompt-file", "/dev/zero"}), {"/dev/zero", "2097152 bytes", "max_position_embeddings"});
   expect_refused(generate({"--prompt", kKing, "--backend", "flash"}), {"flash", "dsa"});
   expect_refused(generate({"--prompt", kKing, "--impl", "avx9"}), {"avx9", "portable"});
   for (const char* seed : {"-1", "18446744073709551616", "010", "1.5", "many"})
@@ -467,7 +473,7 @@ TEST(BadInput, OptionsOfTheCommand) {
                  {"--precision", "bf16", "fp32"});
   expect_refused({"verify", "--model", kModel, "--impl", "avx9"}, {"avx9", "portable"});
   expect_refused({"verify", "--model", kModel, "--backend", "flash"}, {"flash", "dsa"});
-  expect_refused({"verify", "--model", kModel, "--page-size", "48"}, {"page_size", "48"});
+  expect_refused({"verify", "--model", kModel, "--page-size", "48"}, {"--page-size", "48"});
   expect_refused({"info", "--impl", "avx9"}, {"--impl", "avx9", "portable"});
   expect_refused({"info", "--threads", "4096"}, {"--threads", "4096", "1024"});
   expect_refused({"bench", "--threads", "4096"}, {"--threads", "4096", "1024"});

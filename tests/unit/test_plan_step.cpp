@@ -352,4 +352,38 @@ TEST(StepPlan, NamesWhatIsWrongWithAnAdvance) {
   EXPECT_EQ(to.num_requests(), 4) << "a refused advance leaves everything as it was";
 }
 
+// A step whose lengths are known elsewhere: its shape and its bounds are known, nothing else is taken for true.
+TEST(StepPlan, LengthsThatLieOnADevice) {
+  StepPlan p;
+  EXPECT_TRUE(has(error_of([&] { p.assign_unknown(100, kLimits); }), "need a captured plan; accepted: capture first"));
+  p.capture({.num_requests = 3, .q_len = 2, .max_seq_len = 128}, kLimits);
+  EXPECT_TRUE(p.lens_known());
+  const int32_t* place = p.positions().data();
+  EXPECT_TRUE(has(error_of([&] { p.assign_unknown(-1, kLimits); }), "max_seq_len is -1; accepted: 0 and more"));
+  for (const int64_t most : {100, 1000}) {
+    p.assign_unknown(most, kLimits);
+    EXPECT_FALSE(p.lens_known());
+    EXPECT_EQ(p.num_rows(), 6);
+    EXPECT_EQ(p.max_row_len(), std::min<int64_t>(most, 128)) << "no more than was captured";
+    EXPECT_EQ(p.max_row_len(StepRows::kDecode), p.max_row_len());
+    EXPECT_EQ(p.positions().data(), place);
+  }
+  Ints lens(3);
+  const Ints accepted{1, 2, 1};
+  EXPECT_TRUE(has(error_of([&] { narrow_seq_lens(p, accepted, lens); }), "the lengths of the step lie on a device"));
+  Ints rows(3);
+  narrow_rows(p, accepted, rows);
+  EXPECT_EQ(rows, (Ints{0, 3, 4})) << "which need no lengths";
+  StepPlan to;
+  EXPECT_TRUE(
+      has(error_of([&] { to.advance(p, lens, {}, kLimits); }), "the lengths of the step to go on from lie on a"));
+  p.assign({.seq_lens = Ints{5},
+            .prefix_lens = {},
+            .extend_lens = {},
+            .q_len = 2,
+            .pages = PageTableView::padded(view(accepted.data(), {1, 1}))},
+           kLimits);
+  EXPECT_TRUE(p.lens_known()) << "the next step is as any other";
+}
+
 }  // namespace
