@@ -140,6 +140,7 @@ struct Engine {
     const IndexKWrite op{.k = all_k.view, .slots = ids.view, .cache = index.layer(0)};
     OpPlan<IndexKWrite>(context, op).run(op, {}, s);
     cuda_wait(kDevice, s);
+    fresh_inputs(s);  // warm-up runs read them too
   }
 
   AttentionConfig config(bool batch_invariant) const {
