@@ -178,39 +178,6 @@ struct IndexProblem {
   }
 };
 
-/// Whether the implementation of that name runs here and takes these arguments, wherever it works; `why`, where given,
-/// receives its reason.
-template <class Params>
-bool takes(const std::string& impl, const Params& params, std::string* why = nullptr) {
-  for (const gannet::ImplInfo& info : gannet::list_implementations<Params>()) {
-    if (info.name != impl) continue;
-    try {
-      const gannet::OpPlan<Params> plan(gannet::Context{}, gannet::verify::placed_on(info.device, params),
-                                        {.impl = impl});
-      return true;
-    } catch (const gannet::Error& e) {
-      if (e.code() != gannet::ErrorCode::kUnsupported) throw;
-      if (why != nullptr) *why = e.what();
-      return false;
-    }
-  }
-  if (why != nullptr) *why = impl + " does not offer this operation";
-  return false;
-}
-
-/// The implementation itself where it takes these arguments, else another of its device that does: the faster sets of a
-/// GPU leave what only moves bytes to others.
-template <class Params>
-std::string or_neighbour(const std::string& impl, const Params& params) {
-  if (takes(impl, params)) return impl;
-  gannet::DeviceKind device = gannet::DeviceKind::kCpu;
-  for (const gannet::ImplInfo& info : gannet::list_all_implementations())
-    if (info.name == impl) device = info.device;
-  for (const gannet::ImplInfo& info : gannet::list_implementations<Params>())
-    if (info.name != "ref" && info.device == device && info.runs_here && takes(info.name, params)) return info.name;
-  return impl;
-}
-
 /// Names of the implementations, the oracle left out, that run here and take these arguments: printed once a test and
 /// format. On each device that is here somebody must take them, but for lists over rows with a scale each, which the
 /// sets of the CPU refuse by design, and e4m3 queries, which may be refused by name where a set has no kernel for them.

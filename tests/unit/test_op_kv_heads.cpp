@@ -68,7 +68,7 @@ Results run_heads(const Params& all, const std::string& impl, int64_t rows, Cach
     one.out = head_group_of(r.out.view, kKvHeads, g);
     one.lse = head_group_of(r.lse.view, kKvHeads, g);
     one.max_logits = head_group_of(r.max_logits.view, kKvHeads, g);
-    run_once(Context{}, one, {.impl = impl});
+    gannet_tests::run_here(one, impl);
   }
   return r;
 }
@@ -146,8 +146,8 @@ TEST(KvHeads, WritesAndGathersTouchTheirHeadAlone) {
     LatentWrite of_own = w;
     of_own.cache = h.alone[1].view;
     for (const std::string& impl : gannet_tests::taking(w)) {
-      run_once(Context{}, w, {.impl = impl});
-      run_once(Context{}, of_own, {.impl = impl});
+      gannet_tests::run_here(w, impl);
+      gannet_tests::run_here(of_own, impl);
       const int64_t row_bytes = latent_row_bytes(format, {});
       for (int32_t g = 0; g < kKvHeads; ++g) {
         const LatentCacheView head = kv_head_of(h.pool, kKvHeads, g);

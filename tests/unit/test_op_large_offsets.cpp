@@ -106,9 +106,9 @@ TEST(LargeOffsets, LatentRowsAreWrittenReadAndAttended) {
       w.rope = rope.view;
       w.slots = slots.view;
       w.cache = near;
-      run_once(Context{}, w, {.impl = writer});
+      gannet_tests::run_here(w, writer);
       w.cache = far;
-      run_once(Context{}, w, {.impl = writer});
+      gannet_tests::run_here(w, writer);
       for (int64_t page = 0; page < kPages; ++page) {
         EXPECT_EQ(std::memcmp(static_cast<std::byte*>(far.data) + page * kBig,
                               near_memory.data() + page * near.page_stride_bytes,
@@ -180,7 +180,7 @@ TEST(LargeOffsets, TightPoolsBeyondTwoToThe31Elements) {
     w.rope = rope.view;
     w.slots = slots.view;
     w.cache = cache;
-    run_once(Context{}, w, {.impl = impl});
+    gannet_tests::run_here(w, impl);
     for (int64_t t = 0; t < 5; ++t) {
       const std::byte* row = static_cast<std::byte*>(memory.data()) + kSlots[t] * row_bytes;
       EXPECT_EQ(std::memcmp(row, latent.view.ptr<Bf16>(t), 1024), 0) << impl << " slot " << kSlots[t];
@@ -221,7 +221,7 @@ TEST(LargeOffsets, IndexKeysAreWrittenReadScoredAndSelected) {
     w.cache = far;
     for (const std::string& impl : gannet_tests::taking(w)) {
       std::memset(far_memory.data(), 0, 4096);
-      run_once(Context{}, w, {.impl = impl});
+      gannet_tests::run_here(w, impl);
       for (int64_t page = 0; page < kPages; ++page) {
         EXPECT_EQ(std::memcmp(static_cast<std::byte*>(far.data) + page * kBig,
                               near_memory.data() + page * near.page_stride_bytes,
@@ -319,7 +319,7 @@ TEST(LargeOffsets, ScoresAndRowsBeyondTwoToThe32Bytes) {
     std::vector<float> expected;
     for (int64_t t = 0; t < kRows; ++t) expected.insert(expected.end(), x.ptr<float>(t), x.ptr<float>(t) + 128);
     fill();
-    run_once(Context{}, rope, {.impl = impl});
+    gannet_tests::run_here(rope, impl);
     for (int64_t t = 0; t < kRows; ++t) {
       for (int64_t d = 0; d < 128; ++d)
         EXPECT_NEAR(x.ptr<float>(t)[d], expected[static_cast<size_t>(t * 128 + d)], 4e-6) << impl << " row " << t;

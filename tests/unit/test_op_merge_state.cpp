@@ -97,7 +97,7 @@ void expect_chunks_equal_one_pass(const Chunked& c) {
     p.causal = causal;
     p.out = out.view;
     p.lse = lse.view;
-    run_once(Context{}, p, {.impl = impl});
+    gannet_tests::run_here(p, impl);
   };
 
   for (const std::string& impl : gannet_tests::taking(whole)) {
@@ -114,7 +114,7 @@ void expect_chunks_equal_one_pass(const Chunked& c) {
       m.lse_a = lse.view;
       m.out_b = part.view;
       m.lse_b = part_lse.view;
-      run_once(Context{}, m, {.impl = impl});
+      gannet_tests::run_here(m, gannet_tests::or_neighbour(impl, m));
     }
     for (size_t i = 0; i < n; ++i) {
       for (int64_t t = cu_q[i]; t < cu_q[i + 1]; ++t) {
@@ -175,7 +175,7 @@ TEST(MergeState, OrderOfMergesMattersByRoundingOnly) {
     m.lse_a = la.view;
     m.out_b = b.view;
     m.lse_b = lb.view;
-    run_once(Context{}, m, {.impl = impl});
+    gannet_tests::run_here(m, impl);
   };
   MergeState shape;
   Tensor o, l;
@@ -220,7 +220,7 @@ TEST(MergeState, NanOfARowWithKeysIsKept) {
     verify::set(b.view, NAN, 0, 0, 5);
     verify::set(la.view, 1.0f, 0, 0);
     verify::set(lb.view, 1.0f, 0, 0);
-    run_once(Context{}, m, {.impl = impl});
+    gannet_tests::run_here(m, impl);
     EXPECT_TRUE(std::isnan(verify::get(a.view, 0, 0, 5))) << impl;
     EXPECT_FALSE(std::isnan(verify::get(a.view, 0, 0, 4))) << impl;
   }
