@@ -276,9 +276,17 @@ Stream Reader::current_stream() const {
 }
 
 nb::object Reader::torch_scratch(size_t bytes) const {
-  const nb::module_ torch = nb::module_::import_("torch");
-  const nb::object device = torch.attr("device")("cuda", device_.index);
-  return torch.attr("empty")(bytes, nb::arg("dtype") = torch.attr("uint8"), nb::arg("device") = device);
+  // Looked up once, and never given back: the interpreter may be gone before statics are.
+  static const nb::object& empty = *new nb::object(nb::module_::import_("torch").attr("empty"));
+  static nb::dict& options = *new nb::dict();
+  static int device = -1;
+  if (device != device_.index) {
+    const nb::module_ torch = nb::module_::import_("torch");
+    options["dtype"] = torch.attr("uint8");
+    options["device"] = torch.attr("device")("cuda", device_.index);
+    device = device_.index;
+  }
+  return empty(bytes, **options);
 }
 
 Stream stream_of(nb::handle object) {

@@ -1,0 +1,145 @@
+"""On a GPU: PyTorch and CuPy on their streams, scratch, plans, backends with captured steps, and the host's share of a call."""
+
+import time
+
+import numpy as np
+import pytest
+import reference as ref
+from conftest import BF16_TOLERANCE, assert_close
+
+import gannet
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+pytestmark = pytest.mark.skipif(gannet.cuda_device_count() == 0, reason=f"no CUDA device: {gannet.why_no_cuda()}")
+
+LENS = [300, 0, 65]
+
+
+def problem(rng):
+    cache = rng.standard_normal((16, 64, 576)).astype(np.float32) / 4
+    q = rng.standard_normal((3, 16, 576)).astype(np.float32)
+    table = rng.permutation(15).reshape(3, 5).astype(np.int32)
+    as_bf16 = [torch.from_numpy(x).bfloat16().cuda() for x in (q, cache)]
+    return *as_bf16, torch.from_numpy(table).cuda(), torch.tensor(LENS, dtype=torch.int32).cuda()
+
+
+def wanted(q, cache, table):
+    values = cache.float().cpu().double().numpy()
+    return [
+        ref.attend(q[i].float().cpu().numpy(), ref.row_keys(values, table[i].tolist(), n, 64), 0.07)[0]
+        for i, n in enumerate(LENS)
+    ]
+
+
+@pytest.mark.parametrize(
+    "impl",
+    [
+        i["name"]
+        for i in gannet.implementations()
+        if i["op"] == "mla_decode" and i["device"] == "cuda" and i["runs_here"]
+    ],
+)
+def test_pytorch_on_any_stream(rng, impl):
+    q, cache, table, lens = problem(rng)
+    want = wanted(q, cache, table)
+    view = gannet.LatentCache(cache)
+    assert_close(
+        gannet.mla_decode(q, view, table, lens, softmax_scale=0.07, impl=impl).float().cpu(), want, BF16_TOLERANCE
+    )
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        late = torch.zeros_like(q)
+        torch.cuda._sleep(50_000_000)
+        late.copy_(q)  # on the side stream, some 25 ms later: a call on another stream would read zeros
+        out = gannet.mla_decode(late, view, table, lens, softmax_scale=0.07, impl=impl)
+    side.synchronize()
+    assert_close(out.float().cpu(), want, BF16_TOLERANCE)
+    plan = gannet.plan(gannet.mla_decode, q, view, table, lens, softmax_scale=0.07, impl=impl)
+    workspace = torch.empty(max(plan.workspace_bytes, 16), dtype=torch.uint8, device="cuda")
+    for options in (dict(), dict(workspace=workspace), dict(stream=torch.cuda.current_stream()), dict(stream=0)):
+        torch.cuda.synchronize()
+        again = plan.run(q, view, table, lens, softmax_scale=0.07, **options)
+        torch.cuda.synchronize()
+        assert_close(again.float().cpu(), want, BF16_TOLERANCE)
+
+
+def test_cupy_arrays(rng):
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    q, cache, table, lens = (
+        cupy.asarray(t.float().cpu().numpy()) if t.is_floating_point() else cupy.asarray(t.cpu().numpy())
+        for t in problem(rng)
+    )
+    with cupy.cuda.Stream() as stream:
+        out = gannet.mla_decode(q, gannet.LatentCache(cache), table, lens, softmax_scale=0.07)
+        stream.synchronize()
+    values = cupy.asnumpy(cache).astype(np.float64)
+    want = [
+        ref.attend(cupy.asnumpy(q[i]), ref.row_keys(values, table[i].tolist(), n, 64), 0.07)[0]
+        for i, n in enumerate(LENS)
+    ]
+    assert isinstance(out, cupy.ndarray)
+    assert_close(cupy.asnumpy(out), want, 2.0**-14)
+
+
+def test_tensors_on_two_devices_are_refused(rng):
+    q, cache, table, lens = problem(rng)
+    with pytest.raises(gannet.InvalidArgumentError):
+        gannet.mla_decode(q, gannet.LatentCache(cache), table.cpu(), lens, softmax_scale=0.07)
+
+
+def test_a_backend_with_a_captured_batch(rng):
+    backend = gannet.Backend("mla", num_heads=16, softmax_scale=0.07, max_context_len=640, device="cuda")
+    pool = gannet.LatentPool(1, 16, device="cuda")
+    torch.from_dlpack(pool.layer(0).pages).view(torch.bfloat16).normal_()
+    backend.bind([pool.layer(0)])
+    stream = torch.cuda.Stream()
+    backend.set_stream(stream)
+    table = np.arange(1, 16, dtype=np.int32).reshape(3, 5)
+    q = torch.randn(4, 16, 576, device="cuda").bfloat16()
+    out = torch.empty(4, 16, 512, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    backend.capture(4)
+    with torch.cuda.stream(stream):
+        backend.attend(0, q, selection="all", out=out)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            backend.attend(0, q, selection="all", out=out)
+        for lens in ([70, 300, 9], [71, 301]):
+            backend.refresh(4, lens, table[: len(lens)])
+            graph.replay()
+            stream.synchronize()
+            replayed = out.clone()
+            backend.prepare(lens, table[: len(lens)])
+            eager = backend.attend(0, q[: len(lens)], selection="all")
+            stream.synchronize()
+            assert torch.equal(replayed[: len(lens)], eager) and (replayed[len(lens) :] == 0).all()
+
+
+def test_the_hosts_share_of_a_call(rng):
+    """An empty problem makes every check and launches nothing: what Python adds to the C++ call, scratch left out (at most 6 us)."""
+    q, cache, table, lens = problem(rng)
+    view, out, lse = (
+        gannet.LatentCache(cache),
+        torch.empty(0, 16, 512, device="cuda", dtype=q.dtype),
+        torch.empty(0, 16, device="cuda"),
+    )
+    calls = 5000
+
+    def once():
+        start = time.perf_counter()
+        for _ in range(calls):
+            gannet.mla_decode(q[:0], view, table[:0], lens[:0], softmax_scale=0.07, out=out, lse=lse)
+        return (time.perf_counter() - start) / calls * 1e6
+
+    empty = [q[:0], table[:0], lens[:0]]
+
+    def sliced():
+        start = time.perf_counter()
+        for _ in range(calls):
+            empty[:] = q[:0], table[:0], lens[:0]
+        return (time.perf_counter() - start) / calls * 1e6
+
+    best = min(once() for _ in range(5)) - min(sliced() for _ in range(5))
+    print(f"a call of an empty mla_decode: {best:.2f} us on the host")
+    assert best < 6
