@@ -29,7 +29,7 @@ def _numpy_dtype(name):
 
 def dtype_name(tensor):
     """ "float32", "bfloat16", "float8_e4m3fn", ..., whatever the framework."""
-    dtype = tensor.dtype
+    dtype = getattr(tensor, "dtype", None)
     name = getattr(dtype, "name", None)
     return name if isinstance(name, str) else str(dtype).removeprefix("torch.")
 

@@ -280,3 +280,45 @@ def test_threads_do_not_change_a_bit(rng):
     ]
     for other in runs[1:]:
         np.testing.assert_array_equal(runs[0].view(np.uint16), other.view(np.uint16))
+
+
+class Speaks:
+    """A tensor of a framework that nobody knows, which speaks DLPack and nothing else; old: before version 1.0 of it."""
+
+    def __init__(self, array, old=False):
+        self._array, self._old, self.shape = array, old, array.shape
+
+    def __dlpack__(self, **options):
+        if self._old and options:
+            raise TypeError("unexpected keyword argument")
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_whatever_speaks_dlpack(rng, old):
+    lens = np.array([20, 33], np.int32)
+    cache, table = pages_for_test(rng, 2, 3)
+    q = rng.standard_normal((2, 4, 576)).astype(np.float32)
+    want = gannet.mla_decode(q, gannet.LatentCache(cache), table, lens, softmax_scale=0.1)
+    wide = np.zeros((2, 8, 512), np.float32)
+    out = Speaks(wide[:, ::2], old)
+    got = gannet.mla_decode(
+        Speaks(q, old),
+        gannet.LatentCache(Speaks(cache, old)),
+        Speaks(table, old),
+        Speaks(lens, old),
+        softmax_scale=0.1,
+        out=out,
+    )
+    assert got is out
+    np.testing.assert_array_equal(wide[:, ::2], want)
+    assert (wide[:, 1::2] == 0).all()
+    with pytest.raises(TypeError, match="outputs are not given and Speaks is no tensor"):
+        gannet.mla_decode(Speaks(q, old), gannet.LatentCache(cache), table, lens, softmax_scale=0.1)
+    if not old:
+        wide.flags.writeable = False
+        with pytest.raises(gannet.InvalidArgumentError, match="out is read-only"):
+            gannet.mla_decode(q, gannet.LatentCache(cache), table, lens, softmax_scale=0.1, out=Speaks(wide[:, ::2]))
