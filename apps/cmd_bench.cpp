@@ -13,8 +13,10 @@
 namespace {
 
 const std::map<std::string, gannet::DType> kDTypes = {{"fp32", gannet::DType::kF32}, {"bf16", gannet::DType::kBf16}};
-const std::map<std::string, gannet::LatentFormat> kLatentFormats = {
-    {"fp32", gannet::LatentFormat::kF32}, {"bf16", gannet::LatentFormat::kBf16}, {"e4m3", gannet::LatentFormat::kE4m3}};
+const std::map<std::string, gannet::LatentFormat> kLatentFormats = {{"fp32", gannet::LatentFormat::kF32},
+                                                                    {"bf16", gannet::LatentFormat::kBf16},
+                                                                    {"e4m3", gannet::LatentFormat::kE4m3},
+                                                                    {"packed656", gannet::LatentFormat::kPacked656}};
 const std::map<std::string, gannet::IndexKFormat> kIndexFormats = {
     {"fp32", gannet::IndexKFormat::kF32}, {"bf16", gannet::IndexKFormat::kBf16}, {"fp8", gannet::IndexKFormat::kE4m3}};
 
@@ -117,11 +119,14 @@ void add_bench_command(CLI::App& app) {
   add_choice(*command, "--dtype", options->grid.dtype, kDTypes,
              "Queries, keys and outputs outside the cache: bf16 (default) or fp32");
   add_choice(*command, "--kv-dtype", options->grid.latent_format, kLatentFormats,
-             "Latent cache: bf16 (default), fp32 or e4m3");
+             "Latent cache: bf16 (default), fp32, e4m3 or packed656");
   add_choice(*command, "--index-dtype", options->grid.index_format, kIndexFormats,
              "Index keys: fp8 (default), bf16 or fp32");
   command->add_flag("--warm", options->grid.warm,
                     "Work on one cache again and again instead of rotating through cold ones");
+  command->add_flag("--peers", options->grid.peers,
+                    "Also time the libraries that were found when this was built, where they have the operation");
+  command->add_flag("--check", options->check, "Also compare attention with the oracle (slow for large shapes)");
   command->add_option(
       "--model", options->generate.model,
       "Checkpoint directory: also time whole generate runs, with and without --invariant; with --device cuda "
@@ -151,6 +156,7 @@ void add_bench_command(CLI::App& app) {
   command->add_option("--json", options->json_file, "Append one JSON line a row to this file");
   command->callback([command, options, cuda, device] {
     if (*device == "cuda") {
+      refuse_given(*command, {"--peers", "--check"}, "only with --device cpu");
       if (options->ops == std::vector<std::string>{gannet::bench::kGenerate}) {
         run_cuda_generate(*command, *options);
         return;

@@ -1,7 +1,9 @@
 #include "bench/bench.h"
 
 #include <algorithm>
+#include <cmath>
 #include <fstream>
+#include <limits>
 #include <ostream>
 
 #include "core/format.h"
@@ -21,7 +23,21 @@ struct Contestant {
   std::unique_ptr<Call> call;
   std::vector<double> round_minima;
   int64_t calls = 0;
+  bool peer = false;
+  Timing timing{};
+  double error = -1.0;
 };
+
+/// |a - b| / |b|, in fp64; infinite where the sizes differ.
+double relative_error(const std::vector<float>& a, const std::vector<float>& b) {
+  if (a.size() != b.size()) return std::numeric_limits<double>::infinity();
+  double difference = 0.0, norm = 0.0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    difference += (double{a[i]} - b[i]) * (double{a[i]} - b[i]);
+    norm += double{b[i]} * b[i];
+  }
+  return std::sqrt(difference / norm);
+}
 
 /// Repeats calls for `seconds`, at least one; returns the fastest.
 double round_minimum(Contestant& c, ClockKind clock, double seconds) {
@@ -86,21 +102,41 @@ void run(const Options& options, std::ostream& out, std::ostream& err) {
     std::vector<Contestant> contestants;
     for (const std::string& impl : impls) {
       try {
-        contestants.push_back({problem.bind(context, impl), {}, 0});
+        contestants.push_back({.call = problem.bind(context, impl), .round_minima = {}});
       } catch (const Error& e) {
         if (e.code() != ErrorCode::kUnsupported || options.impl != "all") throw;
         err << fmt::format("note: {} {} leaves out {}: {}\n", problem.op, problem.label, impl, e.what());
       }
+    }
+    for (const Peer& peer : problem.peers)
+      contestants.push_back({.call = peer.bind(context), .round_minima = {}, .peer = true});
+    if (options.check) {
+      if (const std::vector<float> expected = problem.bind(context, "ref")->result(); !expected.empty())
+        for (Contestant& c : contestants) c.error = relative_error(c.call->result(), expected);
     }
     for (Contestant& c : contestants) c.call->run(c.calls++);  // first touches and the pool's wake-up are not timed
     for (int round = 0; round < options.rounds; ++round) {
       for (Contestant& c : contestants) c.round_minima.push_back(round_minimum(c, options.clock, options.min_time));
     }
     meter.measure(kRoofSecondsLater);
-    for (Contestant& c : contestants) {
-      const Row row{problem.op,    problem.label, c.call->impl(), timing_of(c.round_minima, c.calls),
-                    problem.flops, problem.bytes, problem.fp32,   options.clock,
-                    problem.shape};
+    for (Contestant& c : contestants) c.timing = timing_of(c.round_minima, c.calls);
+    for (const Contestant& c : contestants) {
+      Row row{.op = problem.op,
+              .label = problem.label,
+              .impl = c.call->impl(),
+              .time = c.timing,
+              .flops = problem.flops,
+              .bytes = problem.bytes,
+              .fp32 = problem.fp32,
+              .clock = options.clock,
+              .shape = problem.shape,
+              .peer = c.peer,
+              .error = c.error,
+              .ratios = {}};
+      for (const Contestant& other : contestants) {
+        if (other.peer && !c.peer)
+          row.ratios.emplace_back(other.call->impl(), other.timing.min_seconds / c.timing.min_seconds);
+      }
       print_row(out, row, meter.roofs());
       if (json.is_open()) json << to_json_line(row, meter.roofs()) << '\n' << std::flush;
     }

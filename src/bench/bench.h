@@ -5,6 +5,7 @@
 #include <iosfwd>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bench/generate.h"
@@ -27,6 +28,7 @@ struct Options {
   ClockKind clock = ClockKind::kWall;  ///< kThreadCpu: threads must be 1
   int rounds = 5;
   double min_time = 0.2;       ///< seconds a round and implementation, at least one call
+  bool check = false;          ///< compare with the oracle where results are compared (Call::result)
   std::string json_file = {};  ///< lines are appended; empty: none
 };
 
@@ -48,6 +50,10 @@ struct Row {
   bool fp32 = false;
   ClockKind clock = ClockKind::kWall;
   std::shared_ptr<nlohmann::json> shape;
+  bool peer = false;    ///< impl is another library
+  double error = -1.0;  ///< relative to the oracle's result, L2; negative: not compared
+  /// Peers' least times over this row's, of the same rounds.
+  std::vector<std::pair<std::string, double>> ratios;
 };
 
 /// Prints the table to `out` as it grows, remarks to `err`; appends to the JSON file. Throws gannet::Error.

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <random>
 
+#include "bench/peers.h"
 #include "bench/roofs.h"
 #include "core/format.h"
 #include "core/implementation.h"
@@ -115,6 +116,20 @@ class PlannedCall final : public Call {
   void run(int64_t iteration) override {
     plan_.run(copies_[static_cast<size_t>(iteration) % copies_.size()], workspace_);
   }
+  std::vector<float> result() override {
+    if constexpr (std::is_same_v<Params, MlaDecode> || std::is_same_v<Params, SparseAttention>) {
+      Params p = copies_.front();
+      std::vector<float> out(static_cast<size_t>(p.out.num_elements()));
+      p.out.data = out.data();
+      p.out.dtype = DType::kF32;
+      const OpPlan<Params> plan(context_, p, PlanOptions{plan_.impl()});
+      std::vector<std::byte> workspace(plan.workspace_bytes());
+      plan.run(p, workspace);
+      return out;
+    } else {
+      return {};
+    }
+  }
 
  private:
   Context context_;
@@ -206,8 +221,19 @@ LatentCacheView make_latent(Storage& s, const Grid& grid, int64_t num_pages, boo
     std::memset(c.data, 0, static_cast<size_t>(bytes));
     return c;
   }
-  if (c.format == LatentFormat::kPacked656 || c.format == LatentFormat::kE4m3PerToken)
-    fail_argument("bench", "kv-dtype is {}; accepted: fp32, bf16, e4m3", to_string(c.format));
+  if (c.format == LatentFormat::kE4m3PerToken)
+    fail_argument("bench", "kv-dtype is {}; accepted: fp32, bf16, e4m3, packed656", to_string(c.format));
+  if (c.format == LatentFormat::kPacked656) {
+    constexpr int kGroups = 4;  // of 128 values with a scale each (docs/kv_layouts.md)
+    for (int64_t i = 0; i < num_pages * grid.page_size; ++i) {
+      std::byte* row =
+          static_cast<std::byte*>(c.data) + i / grid.page_size * c.page_stride_bytes + i % grid.page_size * row_bytes;
+      s.fill(DType::kE4m3, row, kLatentDim, 1.0f);
+      for (int g = 0; g < kGroups; ++g) reinterpret_cast<float*>(row + kLatentDim)[g] = g % 2 == 0 ? 1.0f : 0.5f;
+      s.fill(DType::kBf16, row + kLatentDim + kGroups * sizeof(float), kRopeDim, 1.0f);
+    }
+    return c;
+  }
   const DType dtype = latent_dtype(c.format);
   s.fill(dtype, c.data, bytes / static_cast<int64_t>(size_of(dtype)), 1.0f);
   return c;
@@ -263,17 +289,21 @@ Problem mla_decode(const Grid& grid, int heads, int keys, int q_len) {
   const double flops = 2.0 * grid.batch * pairs * heads * (2 * kLatentDim + kRopeDim);
   const double bytes =
       cache_bytes + static_cast<double>(rows) * heads * (2 * kLatentDim + kRopeDim) * dtype_bytes(grid.dtype);
-  return finish(std::move(copies), s,
-                fmt::format("H={} n={} B={} S={} q={} kv={}", heads, keys, grid.batch, q_len, row_word(grid.dtype),
-                            to_string(grid.latent_format)),
-                {{"heads", heads},
-                 {"keys", keys},
-                 {"batch", grid.batch},
-                 {"q_len", q_len},
-                 {"dtype", to_string(grid.dtype)},
-                 {"kv", to_string(grid.latent_format)},
-                 {"page_size", grid.page_size}},
-                flops, bytes, grid.dtype == DType::kF32 || grid.latent_format == LatentFormat::kF32);
+  std::vector<Peer> peers;
+  if (grid.peers) peers = mla_decode_peers(copies, s);
+  Problem problem = finish(std::move(copies), s,
+                           fmt::format("H={} n={} B={} S={} q={} kv={}", heads, keys, grid.batch, q_len,
+                                       row_word(grid.dtype), to_string(grid.latent_format)),
+                           {{"heads", heads},
+                            {"keys", keys},
+                            {"batch", grid.batch},
+                            {"q_len", q_len},
+                            {"dtype", to_string(grid.dtype)},
+                            {"kv", to_string(grid.latent_format)},
+                            {"page_size", grid.page_size}},
+                           flops, bytes, grid.dtype == DType::kF32 || grid.latent_format == LatentFormat::kF32);
+  problem.peers = std::move(peers);
+  return problem;
 }
 
 /// Ascending distinct positions below `keys`, as a selection gives them.

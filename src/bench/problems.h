@@ -26,7 +26,8 @@ struct Grid {
   DType dtype = DType::kBf16;  ///< queries, keys and outputs outside the cache: fp32 or bf16
   LatentFormat latent_format = LatentFormat::kBf16;
   IndexKFormat index_format = IndexKFormat::kE4m3;
-  bool warm = false;  ///< run on one and the same cache instead of rotating through more than the last level
+  bool warm = false;   ///< run on one and the same cache instead of rotating through more than the last level
+  bool peers = false;  ///< with other libraries, where a problem has any
 };
 
 /// One call that can be repeated; `iteration` picks the memory that it works on.
@@ -35,6 +36,16 @@ class Call {
   virtual ~Call();
   virtual const char* impl() const = 0;
   virtual void run(int64_t iteration) = 0;
+  /// What the first iteration computes, in fp32 whatever the outputs' dtype; empty where it is not compared. May
+  /// allocate and plan.
+  virtual std::vector<float> result() { return {}; }
+};
+
+/// Another library's way to the same result, if it was found when this was configured (peers.h). Its name tells its
+/// version and what it reads.
+struct Peer {
+  std::string name;
+  std::function<std::unique_ptr<Call>(const Context&)> bind;
 };
 
 struct Problem {
@@ -47,6 +58,7 @@ struct Problem {
   std::vector<std::string> impls;  ///< names of the implementations that run here, in order of preference, "ref" last
   /// Plans for an implementation ("": the first that takes it). Throws gannet::Error where it does not.
   std::function<std::unique_ptr<Call>(const Context&, const std::string& impl)> bind;
+  std::vector<Peer> peers;
 };
 
 /// Names of the operations that can be measured.

@@ -62,9 +62,12 @@ RoofShare roof_share(const Row& row, const Roofs& roofs) {
 void print_row(std::ostream& out, const Row& row, const Roofs& roofs) {
   const RoofShare share = roof_share(row, roofs);
   const double s = row.time.min_seconds;
-  out << fmt::format("{:<16} {:<46} {:<12} {:>10.4f} {:>10.4f} {:>9.1f} {:>8.1f} {:>6.1f}%  {}\n", row.op, row.label,
+  std::string more;
+  if (row.error >= 0.0) more += fmt::format("  error {:.1e}", row.error);
+  for (const auto& [name, ratio] : row.ratios) more += fmt::format("  {:.2f} x {}", ratio, name);
+  out << fmt::format("{:<16} {:<46} {:<12} {:>10.4f} {:>10.4f} {:>9.1f} {:>8.1f} {:>6.1f}%  {}{}\n", row.op, row.label,
                      row.impl, s * kMilli, row.time.median_seconds * kMilli, row.flops / s * kGiga,
-                     row.bytes / s * kGiga, 100.0 * share.share, share.bound)
+                     row.bytes / s * kGiga, 100.0 * share.share, share.bound, more)
       << std::flush;
 }
 
@@ -101,6 +104,9 @@ std::string to_json_line(const Row& row, const Roofs& roofs) {
   j["gbs"] = row.bytes / s * kGiga;
   j["percent_of_roof"] = 100.0 * share.share;
   j["bound"] = share.bound;
+  if (row.peer) j["peer"] = true;
+  if (row.error >= 0.0) j["relative_error"] = row.error;
+  for (const auto& [name, ratio] : row.ratios) j["peer_time_over_ours"][name] = ratio;
   return to_json_line(std::move(j), roofs);
 }
 

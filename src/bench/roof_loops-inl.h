@@ -53,6 +53,21 @@ double roof_fp32_fma(int64_t iterations) {
   return 4.0 * kLanes * kAccumulators * static_cast<double>(iterations);
 }
 
+#ifdef GANNET_TILES
+// Four accumulators and four operands, as in the kernels; the tiles hold zeros, which take as long as anything else.
+double roof_bf16_tiles(int64_t iterations) {
+  tiles_begin();
+  for (int64_t n = 0; n < iterations; ++n) {
+    tile_dot<0, 4, 6>();
+    tile_dot<1, 4, 7>();
+    tile_dot<2, 5, 6>();
+    tile_dot<3, 5, 7>();
+  }
+  tiles_end();
+  return 4.0 * 2.0 * kTileRows * kTileWords * kTileValues * static_cast<double>(iterations);
+}
+#endif
+
 uint32_t roof_read(const uint32_t* words, int64_t count) {
   constexpr int kStreams = 8;
   static_assert(bench::kReadWords % (kStreams * kLanes) == 0);

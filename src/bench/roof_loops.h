@@ -27,6 +27,9 @@ const RoofLoops& portable_loops() noexcept;
 const RoofLoops* avx512_bf16_loops() noexcept;
 /// Of roofs_avx512_bf16.cpp or roofs_no_x86.cpp; isa is nullptr in the latter. Call it through avx512_bf16_loops().
 extern const RoofLoops kAvx512Bf16Loops;
+/// Likewise, of roofs_avx2.cpp and roofs_amx_bf16.cpp.
+extern const RoofLoops kAvx2Loops;
+extern const RoofLoops kAmxBf16Loops;
 
 }  // namespace bench
 }  // namespace v0

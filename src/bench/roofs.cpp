@@ -15,10 +15,13 @@ namespace gannet {
 inline namespace v0 {
 namespace bench {
 
-const RoofLoops* avx512_bf16_loops() noexcept {
-  const ImplementationSet& set = cpu::avx512_bf16_set();
-  return kAvx512Bf16Loops.isa != nullptr && set.compiled && set.runs_here() ? &kAvx512Bf16Loops : nullptr;
+namespace {
+const RoofLoops* where_it_runs(const RoofLoops& loops, const ImplementationSet& set) noexcept {
+  return loops.isa != nullptr && set.compiled && set.runs_here() ? &loops : nullptr;
 }
+}  // namespace
+
+const RoofLoops* avx512_bf16_loops() noexcept { return where_it_runs(kAvx512Bf16Loops, cpu::avx512_bf16_set()); }
 
 int64_t last_level_cache_bytes() {
   constexpr int64_t kUnknown = int64_t{64} << 20;
@@ -49,8 +52,10 @@ constexpr int kReadsPerTurn = 8;
 static_assert(kReadPieceWords % kReadWords == 0);
 
 const RoofLoops& widest_loops() {
-  const RoofLoops* loops = avx512_bf16_loops();
-  return loops != nullptr ? *loops : portable_loops();
+  if (const RoofLoops* loops = where_it_runs(kAmxBf16Loops, cpu::amx_bf16_set())) return *loops;
+  if (const RoofLoops* loops = avx512_bf16_loops()) return *loops;
+  if (const RoofLoops* loops = where_it_runs(kAvx2Loops, cpu::avx2_set())) return *loops;
+  return portable_loops();
 }
 
 // The rate of `workers` concurrent calls of loop(iterations), whose iterations are raised until a call takes a slice.

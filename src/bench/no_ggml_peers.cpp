@@ -1,0 +1,12 @@
+// Stands in for peers_ggml.cpp where the library was not found.
+#include "bench/peers.h"
+
+namespace gannet {
+inline namespace v0 {
+namespace bench {
+
+void add_ggml_peers(const std::vector<MlaDecode>&, const std::shared_ptr<void>&, std::vector<Peer>&) {}
+
+}  // namespace bench
+}  // namespace v0
+}  // namespace gannet
