@@ -6,9 +6,9 @@ namespace gannet {
 inline namespace v0 {
 
 std::span<const ImplementationSet* const> implementation_sets() noexcept {
-  static const std::array<const ImplementationSet*, 6> kSets = {&cuda::sm90_set(),    &cuda::mma_set(),
-                                                                &cuda::generic_set(), &cpu::avx512_bf16_set(),
-                                                                &cpu::portable_set(), &ref::oracle_set()};
+  static const std::array<const ImplementationSet*, 8> kSets = {
+      &cuda::sm90_set(),       &cuda::mma_set(), &cuda::generic_set(), &cpu::amx_bf16_set(),
+      &cpu::avx512_bf16_set(), &cpu::avx2_set(), &cpu::portable_set(), &ref::oracle_set()};
   return kSets;
 }
 

@@ -60,7 +60,10 @@ GANNET_FOR_EACH_OP(GANNET_ENTRY)
 
 namespace cpu {
 const ImplementationSet& portable_set() noexcept;     // src/cpu/portable/set.cpp
-const ImplementationSet& avx512_bf16_set() noexcept;  // src/cpu/avx512_bf16/set.cpp, or its stub in src/cpu/no_x86.cpp
+// src/cpu/<name>/set.cpp, or the stubs in src/cpu/no_x86.cpp
+const ImplementationSet& amx_bf16_set() noexcept;
+const ImplementationSet& avx2_set() noexcept;
+const ImplementationSet& avx512_bf16_set() noexcept;
 }  // namespace cpu
 namespace cuda {
 // src/cuda/<name>/set.cpp, or the stubs in src/cuda/no_cuda.cpp

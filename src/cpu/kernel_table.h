@@ -26,6 +26,12 @@ struct KernelTable {
 namespace portable {
 GANNET_FOR_EACH_OP(GANNET_DECLARE)
 }
+namespace amx_bf16 {
+GANNET_FOR_EACH_OP(GANNET_DECLARE)
+}
+namespace avx2 {
+GANNET_FOR_EACH_OP(GANNET_DECLARE)
+}
 namespace avx512_bf16 {
 GANNET_FOR_EACH_OP(GANNET_DECLARE)
 }

@@ -50,6 +50,9 @@
 #include "cpu/kernel_table.h"
 #include "cpu/kernels/math-inl.h"
 #include "cpu/kernels/row_codec-inl.h"
+#ifdef GANNET_TILES
+#include "cpu/kernels/tiles-inl.h"
+#endif
 
 namespace gannet {
 inline namespace v0 {
@@ -69,7 +72,8 @@ constexpr int kQBlockBytes = 24576;  // of a sub-block's q: stays in 32 KiB of L
 // Of a row of the next block. The machine's own prefetch follows once a row has begun. A cache of 32,768 rows in DRAM,
 // 16 heads: 53 % of the bf16 rate without, 62 % with 512 bytes, 58 % with the whole row (whose requests hold up the
 // reads of this block); where the cache lies in L3 it costs 1 %.
-constexpr int64_t kAheadBytes = 512;
+constexpr int64_t kAheadBytes = 768;
+constexpr int64_t kCacheLine = 64;
 constexpr int kMinPartials = 64;  // partial results of a wave: 16 MiB at 128 lanes of 512 values
 constexpr int kPartialsPerWorker = 8;
 constexpr int kMaxUnits = 1024;  // of a wave
@@ -100,6 +104,7 @@ struct Bf16Path {
   static constexpr int kPer = 2;  // values of a cell
   static constexpr int kBlockKeys = 128;
   static constexpr bool kPaired = true;
+  static constexpr bool kTiled = false;
   GANNET_INLINE Vec load(const Cell* p) { return load_w(p); }
   GANNET_INLINE Vec broadcast(const Cell* p) {
     Cell x;
@@ -123,6 +128,7 @@ struct F32Path {
   static constexpr int kPer = 1;
   static constexpr int kBlockKeys = 64;
   static constexpr bool kPaired = false;
+  static constexpr bool kTiled = false;
   GANNET_INLINE Vec load(const Cell* p) { return loadu(p); }
   GANNET_INLINE Vec broadcast(const Cell* p) { return set1(*p); }
   GANNET_INLINE F step(F acc, Vec a, Vec b) { return fma(a, b, acc); }
@@ -137,13 +143,26 @@ struct F32Path {
   }
 };
 
+#ifdef GANNET_TILES
+// Pairs again, with products in tiles. A tile of keys is 16 rows at one distance, so the rows of a block are copied,
+// and their values kept as pairs of keys: 70 cycles a key, where the products of 128 heads are 272 of tiles and 4,350
+// of vectors. Weights are transposed, 16 x 16 words at a time. Whole steps of 32 keys that a row sees go through tiles,
+// the rest through vectors: as with vectors alone, a key that a row does not see is not even multiplied by 0, and a
+// row's bits are a matter of its own keys. Blocks are longer, since each reads and writes all sums: 128 lanes of 512
+// values are 512 KiB of traffic with L2 against 32 KiB of operands a 16 x 16 sums.
+struct TilePath : Bf16Path {
+  static constexpr int kBlockKeys = 256;
+  static constexpr bool kTiled = true;
+};
+#endif
+
 // ---- shapes and scratch -------------------------------------------------------------------------------------------
 
 // What all units of a call share.
 struct Problem {
   TensorView q, attn_sink, out, lse, max_logits;
   LatentFormat format;
-  int64_t ahead_bytes;  // of a row, asked for while the block before is worked on
+  int64_t ahead_lines;  // of a row, asked for while the block before is worked on
   int64_t page_size;
   int64_t latent_dim, width;  // R, R + P
   int64_t out_stride;         // R rounded up to whole vectors: the stride of running sums
@@ -157,6 +176,7 @@ struct Problem {
 struct Scratch {
   int64_t* packed_for;      // [2] the group whose q is packed: item, first lane
   const std::byte** rows;   // [kSegmentKeys] addresses of the segment's cache rows (planar pages: of their latent part)
+  const std::byte** after;  // [B] addresses of the rows that this worker is likely to need next
   int32_t* offsets;         // [kSegmentKeys] where in their pages they lie; read for planar pages only
   const void** block_rows;  // [B + 1] the block's rows as cells
   void* q;                  // cells [sub-block][(R + P) / kPer][lanes of it]
@@ -165,6 +185,9 @@ struct Scratch {
   std::byte* converted;     // [B][converted_bytes]: rows of a format that is not used as it lies, as cells
   float* key_scales;        // [B] of a block whose rows are cells but for a scale each
   const void* no_row;       // zeros, the partner of a last odd key
+  uint32_t* value_pairs;    // [B / 2][out_stride] of whole steps of keys: with tiles only, as the next two
+  uint32_t* weight_rows;    // [L + 16][B / 2] weights by lanes
+  float* few_rows;          // [16][out_stride] sums of a tile that has fewer lanes
   float* limit;             // [L] keys of the segment that the lane sees
   float* rescale;           // [L]
   float* m;                 // [L] running maximum, in units of log2
@@ -200,9 +223,10 @@ struct Run {
 // ---- scores: q . x ------------------------------------------------------------------------------------------------
 
 // scores[t][lane] (+)= sum over cells [0, n) of q[cell][lane] * rows[t][cell], for TT keys and NV vectors of lanes.
+// Beside it asks for the first num_lines cache lines of each of the TT rows of `ahead`, where that is not null.
 template <class P, int TT, int NV>
 GANNET_INLINE void score_tile(const typename P::Cell* q, const void* const* rows, int64_t cell0, int64_t n,
-                              float* scores, bool fresh) {
+                              float* scores, bool fresh, const std::byte* const* ahead, int64_t num_lines) {
   using Cell = typename P::Cell;
   constexpr int64_t kWidth = NV * kLanes;
   F acc[TT][NV];
@@ -211,14 +235,30 @@ GANNET_INLINE void score_tile(const typename P::Cell* q, const void* const* rows
     x[t] = static_cast<const Cell*>(rows[t]) + cell0;
     for (int v = 0; v < NV; ++v) acc[t][v] = fresh ? zero() : loadu(scores + t * kWidth + v * kLanes);
   }
-  for (int64_t i = 0; i < n; ++i) {
+  const auto step = [&](int64_t i) __attribute__((always_inline)) {
     typename P::Vec lane[NV];
     for (int v = 0; v < NV; ++v) lane[v] = P::load(q + i * kWidth + v * kLanes);
     for (int t = 0; t < TT; ++t) {
       const typename P::Vec b = P::broadcast(x[t] + i);
       for (int v = 0; v < NV; ++v) acc[t][v] = P::step(acc[t][v], lane[v], b);
     }
+  };
+  int64_t i = 0;
+  if (ahead != nullptr) {
+    // Evenly, since requests that come at once fill the buffers for misses, where reads of this block wait for them.
+    // The first of each row do: where rows are scattered each asks for a page's address first, and those walks overlap.
+    for (int t = 0; t < TT; ++t) prefetch(ahead[t]);
+    const int64_t part = n / TT, gap = part / num_lines;
+    for (int t = 0; t < TT && gap > 0; ++t) {
+      const int64_t end = i + part;
+      for (int64_t line = 1; line < num_lines; ++line) {
+        prefetch(ahead[t] + line * kCacheLine);
+        for (const int64_t next = i + gap; i < next; ++i) step(i);
+      }
+      for (; i < end; ++i) step(i);
+    }
   }
+  for (; i < n; ++i) step(i);
   for (int t = 0; t < TT; ++t)
     for (int v = 0; v < NV; ++v) storeu(scores + t * kWidth + v * kLanes, acc[t][v]);
 }
@@ -227,7 +267,7 @@ GANNET_INLINE void score_tile(const typename P::Cell* q, const void* const* rows
 struct Ahead {
   const std::byte* const* rows;
   int num_rows;
-  int64_t bytes;
+  int64_t num_lines;  // of a row
 };
 
 template <class P, int NV>
@@ -243,12 +283,12 @@ void score_block(const typename P::Cell* q, const void* const* rows, int num_key
     const typename P::Cell* qc = q + c * kWidth;
     int t = 0;
     for (; t + kTile <= num_keys; t += kTile) {
-      for (int i = t; c == 0 && i < t + kTile && i < ahead.num_rows; ++i)
-        for (int64_t at = 0; at < ahead.bytes; at += 64) prefetch(ahead.rows[i] + at);
-      score_tile<P, kTile, NV>(qc, rows + t, c, n, scores + t * kWidth, c == 0);
+      const bool asks = c == 0 && t + kTile <= ahead.num_rows;
+      score_tile<P, kTile, NV>(qc, rows + t, c, n, scores + t * kWidth, c == 0, asks ? ahead.rows + t : nullptr,
+                               ahead.num_lines);
     }
-    for (; t + 2 <= num_keys; t += 2) score_tile<P, 2, NV>(qc, rows + t, c, n, scores + t * kWidth, c == 0);
-    for (; t < num_keys; ++t) score_tile<P, 1, NV>(qc, rows + t, c, n, scores + t * kWidth, c == 0);
+    for (; t + 2 <= num_keys; t += 2) score_tile<P, 2, NV>(qc, rows + t, c, n, scores + t * kWidth, c == 0, nullptr, 0);
+    for (; t < num_keys; ++t) score_tile<P, 1, NV>(qc, rows + t, c, n, scores + t * kWidth, c == 0, nullptr, 0);
   }
 }
 
@@ -373,11 +413,11 @@ void value_lanes(const typename P::Cell* weights, int64_t weight_stride, const v
   value_tiles<P, 1, NV>(h, num_lanes, weights, weight_stride, rows, column, cells, o, o_stride, rescale, fresh);
 }
 
-// The lanes [lane0, lane0 + num_lanes) of a group over the first `cells` cells of the block. A panel of V (16 KiB as
-// bf16) stays in L1 while all lanes pass.
+// The lanes [lane0, lane0 + num_lanes) of a group over `cells` cells of the block from first_cell. A panel of V (16 KiB
+// as bf16) stays in L1 while all lanes pass.
 template <class P>
-void add_values(const Problem& p, const Scratch& s, int group_lanes, int lane0, int num_lanes, int64_t cells, float* o,
-                bool fresh) {
+void add_values(const Problem& p, const Scratch& s, int group_lanes, int lane0, int num_lanes, int64_t first_cell,
+                int64_t cells, float* o, bool fresh) {
   constexpr int64_t kCells = P::kBlockKeys / P::kPer;
   constexpr int64_t kColumns = kSubVectors * kLanes;
   for (int64_t d = 0; d < p.out_stride;) {
@@ -386,14 +426,15 @@ void add_values(const Problem& p, const Scratch& s, int group_lanes, int lane0, 
       const int from = lane0 > sub ? lane0 : sub;
       const int to = static_cast<int>(smaller(lane0 + num_lanes, sub + kSubLanes));
       const int64_t lanes = smaller(kSubLanes, group_lanes - sub);
-      const auto* weights = static_cast<const typename P::Cell*>(s.weights) + sub * kCells + (from - sub);
+      const auto* weights =
+          static_cast<const typename P::Cell*>(s.weights) + sub * kCells + first_cell * lanes + (from - sub);
+      const void* const* rows = s.block_rows + first_cell * P::kPer;
       float* od = o + from * p.out_stride + d;
       if (whole)
-        value_lanes<P, kSubVectors>(weights, lanes, s.block_rows, d, cells, to - from, od, p.out_stride,
-                                    s.rescale + from, fresh);
+        value_lanes<P, kSubVectors>(weights, lanes, rows, d, cells, to - from, od, p.out_stride, s.rescale + from,
+                                    fresh);
       else
-        value_lanes<P, P::kPer>(weights, lanes, s.block_rows, d, cells, to - from, od, p.out_stride, s.rescale + from,
-                                fresh);
+        value_lanes<P, P::kPer>(weights, lanes, rows, d, cells, to - from, od, p.out_stride, s.rescale + from, fresh);
     }
     d += whole ? kColumns : P::kPer * kLanes;
   }
@@ -405,7 +446,8 @@ void add_values(const Problem& p, const Scratch& s, int group_lanes, int lane0, 
 // part stays inside the row.
 template <class P>
 bool rows_are_cells(const Problem& p) {
-  if constexpr (P::kPaired) return p.format == LatentFormat::kBf16;
+  if constexpr (P::kTiled) return false;
+  else if constexpr (P::kPaired) return p.format == LatentFormat::kBf16;
   else return p.format == LatentFormat::kF32 && p.out_stride <= p.width;
 }
 
@@ -503,8 +545,8 @@ GANNET_INLINE void convert_to_halves(const Problem& p, const std::byte* row, int
       *key_scale = parts.scale;
       return;
     }
-    case LatentFormat::kF32:
-    case LatentFormat::kBf16: return;  // never with pairs, and used as it lies
+    case LatentFormat::kBf16: std::memcpy(to, row, static_cast<size_t>(p.width) * sizeof(uint16_t)); return;
+    case LatentFormat::kF32: return;  // never with pairs
   }
 }
 
@@ -594,11 +636,81 @@ void pack_q(const Problem& p, const Group& g, typename P::Cell* packed) {
   }
 }
 
+#ifdef GANNET_TILES
+// The values of the first `keys` rows, a whole number of steps, as pairs in the order of pair_columns.
+GANNET_INLINE void pair_values(const Problem& p, const Scratch& s, int keys) {
+  for (int t = 0; t < keys; t += 2) {
+    const auto* a = static_cast<const uint16_t*>(s.block_rows[t]);
+    const auto* b = static_cast<const uint16_t*>(s.block_rows[t + 1]);
+    uint32_t* to = s.value_pairs + t / 2 * p.out_stride;
+    for (int64_t c = 0; c < p.latent_dim; c += 2 * kLanes) {
+      W low, high;
+      pair_columns(a + c, b + c, &low, &high);
+      store_w(to + c, low);
+      store_w(to + c + kLanes, high);
+    }
+  }
+}
+
+GANNET_INLINE void score_tiles(const Scratch& s, const uint32_t* q, int num_keys, int64_t cells, int lanes,
+                               float* scores, int64_t row_bytes) {
+  const TileOperands t{s.converted,
+                       row_bytes,
+                       reinterpret_cast<const std::byte*>(q),
+                       int64_t{lanes} * 4,
+                       reinterpret_cast<std::byte*>(scores),
+                       int64_t{lanes} * 4};
+  tile_product(t, cells / kTileWords, (num_keys + kTileRows - 1) / kTileRows, lanes / kTileWords, true);
+}
+
+// As add_values, of a block's first `keys` keys; multiplies the sums by their factor first.
+inline void add_tiled_values(const Problem& p, const Scratch& s, int group_lanes, int lane0, int num_lanes, int keys,
+                             float* o, bool fresh) {
+  constexpr int64_t kPairs = TilePath::kBlockKeys / 2;
+  for (int l = lane0; l < lane0 + num_lanes; ++l) {
+    float* const row = o + l * p.out_stride;
+    if (fresh) {
+      std::memset(row, 0, static_cast<size_t>(p.out_stride) * sizeof(float));
+    } else if (s.rescale[l] != 1.0f) {
+      const F factor = set1(s.rescale[l]);
+      for (int64_t c = 0; c < p.out_stride; c += kLanes) storeu(row + c, mul(factor, loadu(row + c)));
+    }
+    s.rescale[l] = 1.0f;
+  }
+  const int64_t steps = keys / kTileValues;
+  const auto columns = static_cast<int>(p.out_stride / kTileWords);
+  const int64_t o_bytes = p.out_stride * int64_t{sizeof(float)};
+  if (steps > 0) {
+    TileOperands t{reinterpret_cast<const std::byte*>(s.weight_rows + lane0 * kPairs),
+                   kPairs * 4,
+                   reinterpret_cast<const std::byte*>(s.value_pairs),
+                   p.out_stride * 4,
+                   reinterpret_cast<std::byte*>(o + lane0 * p.out_stride),
+                   o_bytes};
+    const int whole = num_lanes / kTileRows, rest = num_lanes % kTileRows;
+    if (whole > 0) tile_product(t, steps, whole, columns, false);
+    if (rest > 0) {
+      const int64_t done = int64_t{whole} * kTileRows;
+      std::byte* const home = t.c + done * o_bytes;
+      const auto bytes = static_cast<size_t>(rest * o_bytes);
+      std::memcpy(s.few_rows, home, bytes);
+      t.a += done * t.a_stride;
+      t.c = reinterpret_cast<std::byte*>(s.few_rows);
+      tile_product(t, steps, 1, columns, false);
+      std::memcpy(home, s.few_rows, bytes);
+    }
+  }
+  if (keys % kTileValues != 0)
+    add_values<TilePath>(p, s, group_lanes, lane0, num_lanes, steps * kTileWords, (keys + 1) / 2 - steps * kTileWords,
+                         o, false);
+}
+#endif
+
 // The state (m, z, o) of a group over one segment: n rows, of which run i sees the first runs[i].keys, which do not
-// fall from one run to the next.
+// fall from one run to the next. The first num_after rows of s.after are asked for beside the last block.
 template <class P>
-void attend_segment(const Problem& p, const Scratch& s, const Run* runs, int num_runs, int num_lanes, int n, float* m,
-                    float* z, float* o) {
+void attend_segment(const Problem& p, const Scratch& s, const Run* runs, int num_runs, int num_lanes, int n,
+                    int num_after, float* m, float* z, float* o) {
   using Cell = typename P::Cell;
   const int padded = static_cast<int>(round_up(num_lanes, kLanes));
   const int64_t cells = p.width / P::kPer;
@@ -615,14 +727,23 @@ void attend_segment(const Problem& p, const Scratch& s, const Run* runs, int num
     const int num_keys = static_cast<int>(smaller(P::kBlockKeys, n - b));
     const bool fresh = b == 0, masked = runs[0].keys < b + num_keys;
     load_block<P>(p, s, s.rows + b, s.offsets + b, num_keys);
-    const Ahead next{s.rows + b + num_keys, static_cast<int>(smaller(P::kBlockKeys, n - b - num_keys)), p.ahead_bytes};
+    const Ahead next =
+        b + num_keys < n
+            ? Ahead{s.rows + b + num_keys, static_cast<int>(smaller(P::kBlockKeys, n - b - num_keys)), p.ahead_lines}
+            : Ahead{s.after, num_after, p.ahead_lines};
     const Ahead none{nullptr, 0, 0};
     for (int sub = 0; sub < padded; sub += kSubLanes) {
       const int lanes = static_cast<int>(smaller(kSubLanes, padded - sub));
       float* scores = s.scores + sub * P::kBlockKeys;
       Cell* weights = static_cast<Cell*>(s.weights) + sub * (P::kBlockKeys / P::kPer);
-      score_sub_block<P>(static_cast<const Cell*>(s.q) + sub * cells, s.block_rows, num_keys, cells, lanes / kLanes,
-                         sub == 0 ? next : none, scores);
+#ifdef GANNET_TILES
+      if constexpr (P::kTiled)
+        score_tiles(s, static_cast<const Cell*>(s.q) + sub * cells, num_keys, cells, lanes, scores,
+                    converted_bytes<P>(p));
+      else
+#endif
+        score_sub_block<P>(static_cast<const Cell*>(s.q) + sub * cells, s.block_rows, num_keys, cells, lanes / kLanes,
+                           sub == 0 ? next : none, scores);
       for (int l = 0; l < lanes; l += kLanes) {
         const int lane = sub + l;
         const auto softmax = [&](auto is_masked, auto is_scaled) __attribute__((always_inline)) {
@@ -641,6 +762,20 @@ void attend_segment(const Problem& p, const Scratch& s, const Run* runs, int num
         else softmax(Constant<false>{}, Constant<false>{});
       }
     }
+#ifdef GANNET_TILES
+    if constexpr (P::kTiled) {
+      constexpr int64_t kPairs = P::kBlockKeys / 2;
+      const int whole = num_keys / kTileValues * kTileValues;
+      pair_values(p, s, whole);
+      for (int lane = 0; lane < padded; lane += kLanes) {
+        const int sub = lane / kSubLanes * kSubLanes;
+        const int64_t lanes = smaller(kSubLanes, padded - sub);
+        const Cell* weights = static_cast<const Cell*>(s.weights) + sub * kPairs + (lane - sub);
+        for (int j = 0; j < whole / 2; j += kTileWords)
+          transpose_pairs(weights + j * lanes, lanes, s.weight_rows + lane * kPairs + j, kPairs);
+      }
+    }
+#endif
     // Rows with the same number of visible keys go together, from the longest to the shortest: a key that they pair
     // with none (0 * NaN would be NaN) is not missed later.
     const auto keys_of = [&](int i) __attribute__((always_inline)) {
@@ -655,8 +790,12 @@ void attend_segment(const Problem& p, const Scratch& s, const Run* runs, int num
         if constexpr (P::kPaired) {
           if (keys % 2 != 0) s.block_rows[keys] = s.no_row;
         }
-        add_values<P>(p, s, padded, runs[first].lane0, runs[last].lane0 + runs[last].num_lanes - runs[first].lane0,
-                      (keys + P::kPer - 1) / P::kPer, o, fresh);
+        const int lane0 = runs[first].lane0, lanes = runs[last].lane0 + runs[last].num_lanes - lane0;
+#ifdef GANNET_TILES
+        if constexpr (P::kTiled) add_tiled_values(p, s, padded, lane0, lanes, keys, o, fresh);
+        else
+#endif
+          add_values<P>(p, s, padded, lane0, lanes, 0, (keys + P::kPer - 1) / P::kPer, o, fresh);
       }
       last = first - 1;
     }
@@ -779,10 +918,12 @@ void merge_lanes(const Problem& p, const Group& g, const MergeJob& job, float* p
 
 template <class P>
 struct Sizes {
-  int64_t rows, offsets, block_rows, q, scores, weights, converted, key_scales, no_row, lane, o;
+  int64_t rows, after, offsets, block_rows, q, scores, weights, converted, key_scales, no_row, lane, o, value_pairs,
+      weight_rows, few_rows;
   explicit Sizes(const Problem& p) {
     const int64_t lanes = p.max_lanes;
     rows = round_up(kSegmentKeys * int64_t{sizeof(void*)}, 64);
+    after = round_up(P::kBlockKeys * int64_t{sizeof(void*)}, 64);
     offsets = round_up(kSegmentKeys * int64_t{sizeof(int32_t)}, 64);
     block_rows = round_up((P::kBlockKeys + 1) * int64_t{sizeof(void*)}, 64);
     q = round_up(lanes * (p.width / P::kPer) * 4, 64);
@@ -793,9 +934,14 @@ struct Sizes {
     no_row = P::kPaired ? round_up(p.latent_dim * 2, 64) : 0;
     lane = round_up(lanes * 4, 64);
     o = round_up(lanes * p.out_stride * 4, 64);
+    constexpr int64_t kFewest = 16;  // rows of a tile
+    value_pairs = P::kTiled ? round_up(P::kBlockKeys / 2 * p.out_stride * 4, 64) : 0;
+    weight_rows = P::kTiled ? round_up((lanes + kFewest) * (P::kBlockKeys / 2) * 4, 64) : 0;
+    few_rows = P::kTiled ? round_up(kFewest * p.out_stride * 4, 64) : 0;
   }
   int64_t total() const {
-    return 64 + rows + offsets + block_rows + q + scores + weights + converted + key_scales + no_row + 4 * lane + o;
+    return 64 + rows + after + offsets + block_rows + q + scores + weights + converted + key_scales + no_row +
+           4 * lane + o + value_pairs + weight_rows + few_rows;
   }
 };
 
@@ -810,6 +956,7 @@ Scratch scratch_at(const Problem& p, std::byte* at) {
   };
   s.packed_for = reinterpret_cast<int64_t*>(take(64));
   s.rows = reinterpret_cast<const std::byte**>(take(z.rows));
+  s.after = reinterpret_cast<const std::byte**>(take(z.after));
   s.offsets = reinterpret_cast<int32_t*>(take(z.offsets));
   s.block_rows = reinterpret_cast<const void**>(take(z.block_rows));
   s.q = take(z.q);
@@ -823,6 +970,9 @@ Scratch scratch_at(const Problem& p, std::byte* at) {
   s.m = reinterpret_cast<float*>(take(z.lane));
   s.z = reinterpret_cast<float*>(take(z.lane));
   s.o = reinterpret_cast<float*>(take(z.o));
+  s.value_pairs = reinterpret_cast<uint32_t*>(take(z.value_pairs));
+  s.weight_rows = reinterpret_cast<uint32_t*>(take(z.weight_rows));
+  s.few_rows = reinterpret_cast<float*>(take(z.few_rows));
   return s;
 }
 
@@ -877,6 +1027,7 @@ void run_on(const Problem& p, const Source& source, int64_t max_segments, const 
     return g;
   };
 
+  int64_t num_units = 0, num_partials = 0, num_jobs = 0;
   const auto run_unit = [&](int64_t index, int worker) {
     const Unit& u = units[index];
     const Scratch s = scratch_at<P>(p, worker_memory + worker * per_worker);
@@ -897,11 +1048,27 @@ void run_on(const Problem& p, const Source& source, int64_t max_segments, const 
       runs[num_runs] = {lane, lanes, static_cast<int32_t>(keys)};
       lane += lanes;
     }
+    // Units are claimed one by one, so while all workers go on at about the same speed this one's next is that many
+    // further on. A wrong guess costs the requests.
+    int num_after = 0;
+    if (const int64_t likely = index + num_workers;
+        likely < num_units && units[likely].item == u.item && units[likely].first_lane == u.first_lane) {
+      const int64_t keys = source.num_keys(item, (u.first_lane + g.num_lanes - 1) / p.num_heads) -
+                           int64_t{units[likely].segment} * kSegmentKeys;
+      num_after = source.gather(item, units[likely].segment, static_cast<int>(smaller(keys, P::kBlockKeys)), s.after,
+                                s.offsets);  // offsets: overwritten below
+    }
     int n = runs[num_runs - 1].keys;
     n = source.gather(item, u.segment, n, s.rows, s.offsets);
     if constexpr (Source::kList) runs[0].keys = n;
     const State state = u.partial < 0 ? State{s.m, s.z, s.o} : state_at(p, states, u.partial);
-    attend_segment<P>(p, s, runs, num_runs, g.num_lanes, n, state.m, state.z, state.o);
+#ifdef GANNET_TILES
+    if constexpr (P::kTiled) tiles_begin();
+#endif
+    attend_segment<P>(p, s, runs, num_runs, g.num_lanes, n, num_after, state.m, state.z, state.o);
+#ifdef GANNET_TILES
+    if constexpr (P::kTiled) tiles_end();
+#endif
     if (u.partial >= 0) return;
     for (int lane = 0; lane < g.num_lanes; ++lane)
       write_row<P>(p, g.row0 + (g.head0 + lane) / p.num_heads, (g.head0 + lane) % p.num_heads,
@@ -919,7 +1086,6 @@ void run_on(const Problem& p, const Source& source, int64_t max_segments, const 
                    state_at(p, states, max_partials + 1 - carry), lane0, factors);
   };
 
-  int64_t num_units = 0, num_partials = 0, num_jobs = 0;
   const auto flush = [&] {
     if (num_units > 0) ctx.executor.parallel_for(num_units, run_unit);
     if (num_jobs > 0) ctx.executor.parallel_for(num_jobs * vectors, run_merge);
@@ -969,7 +1135,7 @@ GANNET_INLINE Problem make_problem(const Params& a, int64_t lanes) {
   const int64_t row_bytes = cache.format == LatentFormat::kE4m3PerToken
                                 ? cache.geometry.latent_dim
                                 : latent_row_bytes(cache.format, cache.geometry);
-  p.ahead_bytes = smaller(kAheadBytes, row_bytes);
+  p.ahead_lines = round_up(smaller(kAheadBytes, row_bytes), kCacheLine) / kCacheLine;
   p.page_size = cache.page_size;
   p.latent_dim = cache.geometry.latent_dim;
   p.width = int64_t{cache.geometry.latent_dim} + cache.geometry.rope_dim;
@@ -988,7 +1154,15 @@ GANNET_INLINE bool takes_pairs(const Problem& p) {
          p.latent_dim % (2 * kLanes) == 0;
 }
 
+#ifdef GANNET_TILES
+// Whole steps of a product in both.
+GANNET_INLINE bool takes_tiles(const Problem& p) { return takes_pairs(p) && p.width % kTileValues == 0; }
+#endif
+
 GANNET_INLINE size_t absorbed_workspace(const Problem& p, int64_t max_segments, int num_workers) {
+#ifdef GANNET_TILES
+  if (takes_tiles(p)) return workspace_on<TilePath>(p, max_segments, num_workers);
+#endif
   if constexpr (kFastDot2) {
     if (takes_pairs(p)) return workspace_on<Bf16Path>(p, max_segments, num_workers);
   }
@@ -997,6 +1171,9 @@ GANNET_INLINE size_t absorbed_workspace(const Problem& p, int64_t max_segments, 
 
 template <class Source>
 GANNET_INLINE void run_absorbed(const Problem& p, const Source& source, int64_t max_segments, const RunContext& ctx) {
+#ifdef GANNET_TILES
+  if (takes_tiles(p)) return run_on<TilePath>(p, source, max_segments, ctx);
+#endif
   if constexpr (kFastDot2) {
     if (takes_pairs(p)) return run_on<Bf16Path>(p, source, max_segments, ctx);
   }

@@ -70,11 +70,7 @@ struct PairStep {
 struct ValueStep {
   using Vector = F;
   static constexpr int kValuesPerWord = 1;
-  GANNET_INLINE F load(const uint32_t* p) {
-    float lanes[kLanes];
-    std::memcpy(lanes, p, sizeof lanes);
-    return loadu(lanes);
-  }
+  GANNET_INLINE F load(const uint32_t* p) { return (F)load_w(p); }
   GANNET_INLINE F broadcast(const std::byte* p) {
     float x;
     std::memcpy(&x, p, sizeof x);

@@ -19,6 +19,11 @@
 //   4. output: 6 rows x 64 columns in 24 accumulators, rescaled when they are loaded; no separate pass.
 // Blocks above the diagonal are never touched.
 //
+// With tiles (vec_amx_bf16.h) steps 2 and 4 of bf16 are products in tiles: the rows' words, the keys and the values lie
+// as those want them already, and only the probabilities are transposed, 16 x 16 words at a time. A row takes through
+// tiles the whole steps of 32 keys of a block that it sees, and through vectors the rest: on the diagonal, where rows
+// of a tile differ by one step at most, that step goes into a copy of the sums, of which the rows that see it are kept.
+//
 // A row's bits depend on the row alone. Blocks start at fixed distances from the request's first key; every sum runs
 // in order of keys within a lane; and a row takes exactly the words that hold keys it sees: on the diagonal, where the
 // rows of a register tile see different numbers of keys, the common words go through the tile and the rest row by row.
@@ -29,6 +34,9 @@
 
 #include "cpu/kernel_table.h"
 #include "cpu/kernels/math-inl.h"
+#ifdef GANNET_TILES
+#include "cpu/kernels/tiles-inl.h"
+#endif
 
 namespace gannet {
 inline namespace v0 {
@@ -50,6 +58,11 @@ constexpr int kMaxTileRows = 256;
 constexpr int kMinTileRows = 64;
 // Tasks per worker below which smaller tiles are taken, so that workers end at about the same time.
 constexpr int64_t kTasksPerWorker = 4;
+
+#ifdef GANNET_TILES
+constexpr int64_t kTilePairs = kKeyBlock / 2;  // words of a row of probabilities
+static_assert(kKeyBlock % kTileValues == 0);
+#endif
 
 constexpr float kLowest = -3.402823466e38f;  // a finite stand-in for -inf, so that -inf - max is not NaN
 constexpr uint32_t kMinusInfinityBits = 0xff800000u;
@@ -97,15 +110,17 @@ struct Shape {
 };
 
 struct Scratch {
-  uint32_t* q;   // [groups][key_words][kGroupRows]
-  uint32_t* k;   // [kKeyBlock][key_words]
-  uint32_t* v;   // [kKeyBlock / kValues][value_dim]
-  uint32_t* p;   // [kKeyBlock / kValues][kGroupRows]
-  float* s;      // [kKeyBlock][kGroupRows]
-  float* o;      // [kMaxTileRows][value_dim]
-  float* max;    // [kMaxTileRows], in units of log2
-  float* sum;    // [kMaxTileRows]
-  float* ratio;  // [kGroupRows], what the block multiplies earlier sums with
+  uint32_t* q;       // [groups][key_words][kGroupRows]
+  uint32_t* k;       // [kKeyBlock][key_words]
+  uint32_t* v;       // [kKeyBlock / kValues][value_dim]
+  uint32_t* p;       // [kKeyBlock / kValues][kGroupRows]
+  float* s;          // [kKeyBlock][kGroupRows]
+  float* o;          // [kMaxTileRows][value_dim]
+  float* max;        // [kMaxTileRows], in units of log2
+  float* sum;        // [kMaxTileRows]
+  uint32_t* p_rows;  // [kGroupRows][kKeyBlock / kValues] probabilities by rows: with tiles only, as the next
+  float* few;        // [16][value_dim]
+  float* ratio;      // [kGroupRows], what the block multiplies earlier sums with
 };
 
 constexpr int64_t kScratchAlignment = 64;
@@ -130,6 +145,14 @@ GANNET_INLINE uintptr_t lay_out(uintptr_t base, const Shape& shape, int values_p
   s.max = take<float>(base, kMaxTileRows);
   s.sum = take<float>(base, kMaxTileRows);
   s.ratio = take<float>(base, kGroupRows);
+  s.p_rows = nullptr;
+  s.few = nullptr;
+#ifdef GANNET_TILES
+  if (values_per_word == 2) {
+    s.p_rows = take<uint32_t>(base, kGroupRows * kTilePairs);
+    s.few = take<float>(base, kTileRows * shape.value_dim);
+  }
+#endif
   return base;
 }
 
@@ -324,12 +347,77 @@ void outputs(const Scratch& w, int num_rows, int num_keys, int64_t full, const S
   for (; row < num_rows; ++row) output_step<T, 1>(w, row, num_keys, full, shape, o);
 }
 
+#ifdef GANNET_TILES
+// Whole steps of a product.
+template <class T>
+GANNET_INLINE bool takes_tiles(const Shape& shape) {
+  return T::kValues == 2 && shape.key_words % kTileWords == 0;
+}
+
+GANNET_INLINE void tiled_scores(const uint32_t* q, const Scratch& w, int num_keys, int vectors, const Shape& shape) {
+  const TileOperands t{reinterpret_cast<const std::byte*>(w.k), shape.key_words * 4,
+                       reinterpret_cast<const std::byte*>(q),   kGroupRows * 4,
+                       reinterpret_cast<std::byte*>(w.s),       kGroupRows * 4};
+  tile_product(t, shape.key_words / kTileWords, (num_keys + kTileRows - 1) / kTileRows, vectors, true);
+}
+
+// Rows [0, num_rows) of a group, as outputs.
+inline void tiled_outputs(const Scratch& w, int num_rows, int num_keys, int64_t full, const Shape& shape, float* o) {
+  const int64_t bytes = shape.value_dim * int64_t{sizeof(float)};
+  const auto columns = static_cast<int>(shape.value_dim / kTileWords);
+  for (int row0 = 0; row0 < num_rows; row0 += kTileRows) {
+    const int rows = num_rows - row0 < kTileRows ? num_rows - row0 : kTileRows;
+    const auto keys_of = [&](int r) __attribute__((always_inline)) { return clamp(full + row0 + r, 0, num_keys); };
+    const int64_t least = keys_of(0) / kTileValues, most = keys_of(rows - 1) / kTileValues;
+    for (int64_t j = 0; j < most; ++j)
+      transpose_pairs(w.p + j * kTileWords * kGroupRows + row0, kGroupRows,
+                      w.p_rows + row0 * kTilePairs + j * kTileWords, kTilePairs);
+    float* const sums = o + row0 * shape.value_dim;
+    for (int r = 0; r < rows; ++r) {
+      const F ratio = set1(w.ratio[row0 + r]);
+      float* const row = sums + r * shape.value_dim;
+      for (int64_t d = 0; d < shape.value_dim; d += kLanes) storeu(row + d, mul(ratio, loadu(row + d)));
+    }
+    // Steps [first, end) for the rows from `from`, in place where all 16 rows are there and want them.
+    const auto product = [&](int64_t first, int64_t end, int from) __attribute__((always_inline)) {
+      if (first >= end || from >= rows) return;
+      const bool in_place = rows == kTileRows && from == 0;
+      if (!in_place) std::memcpy(w.few, sums, static_cast<size_t>(rows * bytes));
+      const TileOperands t{reinterpret_cast<const std::byte*>(w.p_rows + row0 * kTilePairs + first * kTileWords),
+                           kTilePairs * 4,
+                           reinterpret_cast<const std::byte*>(w.v + first * kTileWords * shape.value_dim),
+                           bytes,
+                           reinterpret_cast<std::byte*>(in_place ? sums : w.few),
+                           bytes};
+      tile_product(t, end - first, 1, columns, false);
+      if (!in_place)
+        std::memcpy(sums + from * shape.value_dim, w.few + from * shape.value_dim,
+                    static_cast<size_t>((rows - from) * bytes));
+    };
+    product(0, least, 0);
+    for (int64_t j = least; j < most; ++j) {
+      int from = 0;
+      while (from < rows && keys_of(from) / kTileValues <= j) ++from;
+      product(j, j + 1, from);
+    }
+    for (int r = 0; r < rows; ++r)
+      output_row_rest<Bf16Words>(w.p + row0 + r, w.v, shape.value_dim, keys_of(r) / kTileValues * kTileWords,
+                                 keys_of(r), sums + r * shape.value_dim);
+  }
+}
+#endif
+
 // One group of rows against one block of keys.
 template <class T>
 void group_block(const Scratch& w, int group, int num_rows, int num_keys, int64_t full, const Shape& shape) {
   const uint32_t* q = w.q + group * shape.key_words * kGroupRows;
   const int vectors = (num_rows + kLanes - 1) / kLanes;
-  if constexpr (kGroupVectors == 4) {
+#ifdef GANNET_TILES
+  const bool tiled = takes_tiles<T>(shape);
+  if (tiled) tiled_scores(q, w, num_keys, vectors, shape);
+  else
+#endif
+      if constexpr (kGroupVectors == 4) {
     if (vectors == 1) scores<T, 12, 1>(q, w.k, num_keys, shape, w.s);
     else if (vectors == 2) scores<T, 12, 2>(q, w.k, num_keys, shape, w.s);
     else if (vectors == 3) scores<T, 8, 3>(q, w.k, num_keys, shape, w.s);
@@ -343,6 +431,9 @@ void group_block(const Scratch& w, int group, int num_rows, int num_keys, int64_
     softmax<T>(w.s + at, num_keys, full + at, shape.scale, w.max + group * kGroupRows + at,
                w.sum + group * kGroupRows + at, w.ratio + at, w.p + at);
   }
+#ifdef GANNET_TILES
+  if (tiled) return tiled_outputs(w, num_rows, num_keys, full, shape, w.o + group * kGroupRows * shape.value_dim);
+#endif
   outputs<T>(w, num_rows, num_keys, full, shape, w.o + group * kGroupRows * shape.value_dim);
 }
 
@@ -475,7 +566,13 @@ void run(const RaggedPrefill& a, const RunContext& ctx) {
     tile.bound = a.causal ? at + 1 + kv.count - q.count : kv.count;
     Scratch w;
     lay_out(reinterpret_cast<uintptr_t>(scratch + worker * scratch_bytes), shape, T::kValues, w);
+#ifdef GANNET_TILES
+    if (takes_tiles<T>(shape)) tiles_begin();
+#endif
     run_tile<T>(a, tile, head, shape, w);
+#ifdef GANNET_TILES
+    if (takes_tiles<T>(shape)) tiles_end();
+#endif
   });
 }
 

@@ -1,0 +1,7 @@
+// Kernels for processors with AVX2 and FMA; compiled with those flags.
+#define GANNET_ISA avx2
+#include "cpu/vec_avx2.h"  // first: the kernels are written over its names
+
+#include "cpu/kernels/index_k-inl.h"
+#include "cpu/kernels/latent-inl.h"
+#include "cpu/kernels/rope-inl.h"
