@@ -24,8 +24,8 @@ inline namespace v0 {
 /// Host memory: works on the context's executor and is done on return. CUDA: enqueued on `stream`, without allocation
 /// or synchronisation, so that it can be captured into a graph.
 ///
-/// Throws Error(kInvalidArgument) for other shapes and dtypes, kUnsupported for a CUDA device where this build has none.
-/// Thread safety: any.
+/// Throws Error(kInvalidArgument) for other shapes and dtypes, kUnsupported for a CUDA device where this build has
+/// none. Thread safety: any.
 GANNET_API void hadamard(const Context& context, const TensorView& from, const TensorView& to, Stream stream = {});
 
 }  // namespace v0

@@ -68,8 +68,8 @@ struct ImplInfo {
   bool batch_invariant;  ///< see PlanOptions
 };
 
-/// All implementations of one operation in this build in order of preference; the fp64 oracle "ref" is last and only runs when
-/// forced.
+/// All implementations of one operation in this build in order of preference; the fp64 oracle "ref" is last and only
+/// runs when forced.
 template <class Params>
 GANNET_API std::vector<ImplInfo> list_implementations();
 

@@ -3,8 +3,8 @@
 
 #include <iostream>
 
-#include "gannet/kv_transfer.h"
 #include "case_counts.h"
+#include "gannet/kv_transfer.h"
 #include "unit/attention_world.h"
 #include "unit/counting_new.h"
 

@@ -3,8 +3,8 @@
 
 #include <iostream>
 
-#include "gannet/index_sharing.h"
 #include "case_counts.h"
+#include "gannet/index_sharing.h"
 #include "unit/attention_world.h"
 
 namespace gannet_test {

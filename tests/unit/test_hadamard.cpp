@@ -120,7 +120,8 @@ TEST(Hadamard, OnADeviceTheBitsAreTheHosts) {
       hadamard({}, part(x.view, kRows), part(y.view, kRows));
       cuda_copy(back.view.data, b.get(), static_cast<size_t>(bytes), device);
       cuda_wait(device);
-      EXPECT_EQ(0, std::memcmp(back.view.data, y.view.data, static_cast<size_t>(bytes))) << to_string(dtype) << " " << n;
+      EXPECT_EQ(0, std::memcmp(back.view.data, y.view.data, static_cast<size_t>(bytes)))
+          << to_string(dtype) << " " << n;
       hadamard({}, to, to);
       hadamard({}, part(y.view, kRows), part(y.view, kRows));
       cuda_copy(back.view.data, b.get(), static_cast<size_t>(bytes), device);
