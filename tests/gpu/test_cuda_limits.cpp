@@ -624,7 +624,12 @@ void expect_rows(const std::string& name, const ImplInfo& info, const std::vecto
   int64_t wrong = 0;
   for (size_t row = 0; row < want.size(); row += width) {
     if (std::memcmp(&got[row], &want[row], width * 4) == 0) continue;
-    wrong += info.batch_invariant || !close(name, &got[row], &want[row], width);
+    if (!info.batch_invariant && close(name, &got[row], &want[row], width)) continue;
+    if (wrong++ == 0) {
+      const auto at = static_cast<size_t>(std::mismatch(&got[row], &got[row] + width, &want[row]).first - got.data());
+      std::printf("%s %s: row %zu has %.9g, expected %.9g\n", info.name.c_str(), name.c_str(), row / width, got[at],
+                  want[at]);
+    }
   }
   EXPECT_EQ(wrong, 0) << info.name << " " << name;
 }

@@ -21,9 +21,11 @@
 //
 // Masks. Tiles start at multiples of 64 from the request's first key, sums run in the order of keys, and a key that a
 // row does not see has weight 0 exactly and leaves maximum and factor alone: a row's bits depend on nothing but its own
-// keys. Keys beyond those of the block's last row are zeros and not read. Keys that some rows of the block see and
-// others do not (the diagonal) must not reach the others as 0 * NaN: when such a tile holds a value that is not finite,
-// P V is done row by row with the other keys cleared (values_by_row), else as usual. Scores are replaced by select.
+// keys. (Products that are added to are fmaf by name: left to nvcc, some of the unrolled rows of a thread had an LSE
+// from two roundings and others from one, so that it depended on where in its tile a row lay.) Keys beyond those of the
+// block's last row are zeros and not read. Keys that some rows of the block see and others do not (the diagonal) must
+// not reach the others as 0 * NaN: when such a tile holds a value that is not finite, P V is done row by row with the
+// other keys cleared (values_by_row), else as usual. Scores are replaced by select.
 #pragma once
 
 #include <cstdint>
@@ -240,7 +242,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) prefill_kernel(const __grid_co
         top[m][half] = now[m][half];
         // Nothing seen yet: the maximum is -inf, and subtracting 0 instead leaves a weight of 0.
         const float shift = now[m][half] == -INFINITY ? 0.0f : now[m][half] * scale;
-        factor[m][half] = before == now[m][half] ? 1.0f : exp2_approx(before * scale - shift);
+        factor[m][half] = before == now[m][half] ? 1.0f : exp2_approx(fmaf(before, scale, -shift));
         changed |= factor[m][half] != 1.0f;
         float own = 0.0f;
 #pragma unroll
@@ -250,7 +252,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) prefill_kernel(const __grid_co
           own += w0 + w1;
           weights[m][n / 2][half + 2 * (n % 2)] = round_to_bf16x2(w0, w1);
         }
-        sum[m][half] = sum[m][half] * factor[m][half] + own;
+        sum[m][half] = fmaf(sum[m][half], factor[m][half], own);
       }
     if (__any_sync(kAllLanes, changed)) {
 #pragma unroll
@@ -302,7 +304,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) prefill_kernel(const __grid_co
       const float inverse = empty ? 0.0f : __fdividef(1.0f, total);
       if (p.lse != nullptr && quad == 0 && row < kept.num_rows)
         p.lse[(kept.q_row + row) * p.lse_row_stride + kept.head] =
-            empty ? -INFINITY : (top[m][half] * scale + log2f(total)) * kLn2;
+            empty ? -INFINITY : fmaf(top[m][half], scale, log2f(total)) * kLn2;
 #pragma unroll
       for (int n = 0; n < C::kDv / 8; ++n) {
         acc[m][n][2 * half] *= inverse;
