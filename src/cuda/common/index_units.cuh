@@ -59,6 +59,7 @@ inline Problem make_problem(const LogitProblem& logits, int64_t num_rows, int sl
     p.first_unit = unit_of(p.block.first_row);
     p.num_units = unit_of(last_row) + 1 - p.first_unit;
   }
+  p.units_per_phase = std::min(p.units_per_phase, p.num_units);  // no look at slots that stay empty
   return p;
 }
 
