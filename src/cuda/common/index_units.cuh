@@ -31,8 +31,8 @@ struct Problem : LogitProblem {
 };
 
 /// Units for a call of `num_rows` rows (of all its blocks: ragged units have the size of its average request) where
-/// shared memory has room for the queries of `slots` rows. `fixed_tiles` is what a unit that has a phase for itself costs
-/// beside its tiles, in tiles: lengths, queries and a fresh pipeline.
+/// shared memory has room for the queries of `slots` rows. `fixed_tiles` is what a unit that has a phase for itself
+/// costs beside its tiles, in tiles: lengths, queries and a fresh pipeline.
 inline Problem make_problem(const LogitProblem& logits, int64_t num_rows, int slots, int fixed_tiles) {
   Problem p{};
   static_cast<LogitProblem&>(p) = logits;

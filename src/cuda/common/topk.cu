@@ -23,8 +23,8 @@
 // End. Every loop is over tiles, digits (three) or words of marks, whatever the scores are; NaN, infinities and rows of
 // one value included.
 //
-// Time. Instructions bound it where rows are many: read off the SASS, 32 keys cost a warp 13 instructions until they are
-// kept and counted, 11 for each further pass and 19 to be placed and written, and 4,096 keys a multiprocessor that
+// Time. Instructions bound it where rows are many: read off the SASS, 32 keys cost a warp 13 instructions until they
+// are kept and counted, 11 for each further pass and 19 to be placed and written, and 4,096 keys a multiprocessor that
 // issues four a cycle some 1,500 cycles; a row costs about 1,900 beside its keys. Few rows are bound by latency: lens,
 // scores, some ten barriers and two or three searches by a warp. Three blocks of 512 threads share a multiprocessor
 // where slices are kept whole in up to 13,000 words, else two; 2,048 rows of 131,072 are 1.07 GB, 240 us at 4.46 TB/s.
@@ -251,11 +251,9 @@ struct Threshold {
   uint32_t key, quota, lowest;
 };
 
-/// Adds one to a word of shared memory, without a branch. By address: the compiler would find the histogram anew in each
-/// of its basic blocks.
-__device__ inline void count_at(uint32_t address) {
-  asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(address));
-}
+/// Adds one to a word of shared memory, without a branch. By address: the compiler would find the histogram anew in
+/// each of its basic blocks.
+__device__ inline void count_at(uint32_t address) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(address)); }
 __device__ inline void count_at_if(bool condition, uint32_t address) {
   asm volatile("{\n .reg .pred p;\n setp.ne.s32 p, %1, 0;\n @p red.shared.add.u32 [%0], 1;\n}" ::"r"(address),
                "r"(static_cast<int>(condition)));
@@ -499,8 +497,7 @@ __device__ void emit_marked(Team& t, const List& list, const Threshold& threshol
       bool taken = (a & lane_bit) != 0;
       if constexpr (kTies) {
         const uint32_t l = __shfl_sync(kAll, level, i);
-        const uint32_t e =
-            __shfl_sync(kAll, equal_before, i) + static_cast<uint32_t>(__popc(l & (lane_bit - 1)));
+        const uint32_t e = __shfl_sync(kAll, equal_before, i) + static_cast<uint32_t>(__popc(l & (lane_bit - 1)));
         taken = taken || ((l & lane_bit) != 0 && e < quota);
         index += min(e, quota);
       }
@@ -639,6 +636,10 @@ template <class T, bool kWhole>
 __global__ void __launch_bounds__(kThreads, kWhole ? 3 : 2)
     topk_kernel(const __grid_constant__ TopKArgs a, const __grid_constant__ uint32_t list_words) {
   wait_for_stream();
+  // Blocks of a next top-k take the room that is free when this says so, and should find as much everywhere. Two blocks
+  // fit: at once, and each multiprocessor gets one (64 rows of 131,072: 38 us, not 48). Three fit: once thresholds are
+  // known and most blocks end together (256 rows of 8,192: 13.4 us, not 16.6).
+  if constexpr (!kWhole) let_next_start();
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   Team t{shared, static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32), cluster_rank(),
@@ -663,8 +664,8 @@ __global__ void __launch_bounds__(kThreads, kWhole ? 3 : 2)
     if (positions != nullptr) positions[index] = static_cast<int32_t>(column);
     const uint32_t page = page_shift >= 0 ? column >> page_shift : column / page_size;
     const int64_t id = pages.ids[page];
-    slots[index] = id >= 0 && id < a.num_pages ? static_cast<int32_t>(id * a.page_size + (column - page * page_size))
-                                               : -1;
+    slots[index] =
+        id >= 0 && id < a.num_pages ? static_cast<int32_t>(id * a.page_size + (column - page * page_size)) : -1;
   };
   if (t.rank == 0 && threadIdx.x == 0) a.counts[row] = static_cast<int32_t>(min(n, a.k));
   if (n <= a.k) {  // everything is taken: scores do not matter
@@ -710,9 +711,7 @@ __global__ void __launch_bounds__(kThreads, kWhole ? 3 : 2)
       if (threshold.quota == 0) greater += equal;  // a digit that is taken whole: its keys are above the threshold
       cluster_arrive();
     }
-    // Not earlier: three blocks fit on a multiprocessor, and those of a next top-k would take the room of the first that
-    // end, two or three to one and none to others (256 rows of 8,192: 16.6 us instead of 13.5).
-    let_next_start();
+    if constexpr (kWhole) let_next_start();
     if (slots != nullptr) emit_taken(t, source, threshold, greater, equal, emit_slot);
     else emit_taken(t, source, threshold, greater, equal, emit_position);
     if (t.ranks > 1) cluster_wait();  // nobody reads this block's counts any more

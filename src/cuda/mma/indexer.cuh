@@ -202,9 +202,7 @@ __global__ void __launch_bounds__(kThreads, 1) index_logits_kernel(const __grid_
     // that the last round of the warps is short.
     const int num_tiles = schedule.num_tiles(p), num_whole = num_tiles / kWarps * kWarps;
     const int num_items = num_whole + (num_tiles - num_whole) * p.rows_per_unit;
-    auto tile_of = [&](int item) {
-      return item < num_whole ? item : num_whole + over_rows(p, item - num_whole);
-    };
+    auto tile_of = [&](int item) { return item < num_whole ? item : num_whole + over_rows(p, item - num_whole); };
     const bool last_phase = schedule.last_phase(p, end);
     const Part* const parts = schedule.parts;
 
