@@ -35,7 +35,6 @@ namespace few {
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kTileRows = 16, kTileCols = 16, kStep = 32;  // of a block; inputs that a warp takes at a time
 constexpr int kStride = kWarps * kStep;
-constexpr int kAhead = 2;  // steps whose loads a warp has in flight
 constexpr int kOutputThreads = 4 * kTileRows;
 constexpr unsigned kAll = 0xffffffffu;
 
@@ -248,8 +247,11 @@ __device__ inline void finish_kv(const FewRowsKv& a, const FewRowsRope& rope, in
   for (int i = p + threadIdx.x; i < a.index_dim; i += kThreads) out[i] = normed(i);
 }
 
-template <bool kBf16, bool kNorm>
-__global__ void __launch_bounds__(kThreads, kNorm ? 2 : 3) product_kernel(const __grid_constant__ ProductParams a) {
+/// kAhead: steps whose loads a warp has in flight; where a warp has one step, the registers of a second would only keep
+/// a third block from the multiprocessor.
+template <bool kBf16, bool kNorm, int kAhead>
+__global__ void __launch_bounds__(kThreads, kNorm&& kAhead > 1 ? 2 : 3)
+    product_kernel(const __grid_constant__ ProductParams a) {
   __shared__ Exchange shared;
   const FewRowsInput& in = a.p.in;
   const int count = a.p.count, tiles = a.first_tile[count];
@@ -364,7 +366,8 @@ constexpr int kMostChoices = DeviceMlp::kMostChoices, kMostExperts = 512;
 
 /// hidden = weight * silu(gate) * up. A block has eight units of one expert: their gates are its first eight columns,
 /// their ups the others. The experts' rows are found by looking through the choices of the block's rows.
-__global__ void __launch_bounds__(kThreads, 2) mlp_in_kernel(const __grid_constant__ DeviceMlp a) {
+template <int kAhead>
+__global__ void __launch_bounds__(kThreads, kAhead > 1 ? 2 : 3) mlp_in_kernel(const __grid_constant__ DeviceMlp a) {
   __shared__ Exchange shared;
   __shared__ int picked[kTileRows];  // row of the tile * kMostChoices + choice
   const int shared_tiles = static_cast<int>(a.shared_width / 8), tiles_of_expert = static_cast<int>(a.width / 8);
