@@ -1000,7 +1000,8 @@ void Decoder::run_layer_few(int32_t index, const Layer& layer, int64_t rows, con
                 static_cast<float>(c.index_scale() / std::sqrt(static_cast<double>(index_heads))));
   few_->run(first);
 
-  // Queries, rotated as they leave, and beside them the rows of the caches.
+  // Queries, rotated as they leave, and beside them the rows of the caches: in bf16 where the caches are no wider,
+  // which for latents is the rounding that the write would do, and for index keys what a model in bf16 quantises.
   FewRowsProducts second;
   second.in = c.q_lora_rank > 0 ? FewRowsInput{.x = s.q_latent.data(),
                                                .stride = c.q_lora_rank,
@@ -1041,6 +1042,7 @@ void Decoder::run_layer_few(int32_t index, const Layer& layer, int64_t rows, con
   second.rope = rope;
   second.kv = {.kv = s.kv.data(),
                .norm = layer.kv_norm,
+               .latent_bf16 = options_.latent_format == LatentFormat::kBf16,
                .latent = s.latent.room(rows * latent_dim),
                .rope = s.rope.room(rows * rope_dim),
                .latent_dim = static_cast<int32_t>(latent_dim),
@@ -1049,6 +1051,7 @@ void Decoder::run_layer_few(int32_t index, const Layer& layer, int64_t rows, con
     second.kv.index_k = s.index_k.data();
     second.kv.index_norm = layer.index_norm_weight;
     second.kv.index_bias = layer.index_norm_bias;
+    second.kv.index_bf16 = options_.index_format != IndexKFormat::kF32;
     second.kv.index_out = s.index_k_out.room(rows * index_dim);
     second.kv.index_dim = static_cast<int32_t>(index_dim);
     second.kv.index_pairing = c.index_rope_pairing;
@@ -1056,15 +1059,18 @@ void Decoder::run_layer_few(int32_t index, const Layer& layer, int64_t rows, con
   few_->run(second);
 
   // Attention.
-  KvRows kv{.latent = view_of(s.latent.data(), {rows, latent_dim}),
-            .rope = view_of(s.rope.data(), {rows, rope_dim}),
-            .index_k = {}};
-  const auto bf16_view = [&](void* data, std::initializer_list<int64_t> shape) {
-    return view(data, DType::kBf16, shape, compute_->device());
+  const auto typed_view = [&](void* data, bool bf16, std::initializer_list<int64_t> shape) {
+    return view(data, bf16 ? DType::kBf16 : DType::kF32, shape, compute_->device());
   };
+  const auto bf16_view = [&](void* data, std::initializer_list<int64_t> shape) {
+    return typed_view(data, true, shape);
+  };
+  KvRows kv{.latent = typed_view(second.kv.latent, second.kv.latent_bf16, {rows, latent_dim}),
+            .rope = typed_view(second.kv.rope, second.kv.latent_bf16, {rows, rope_dim}),
+            .index_k = {}};
   StepWrite write = kv;
   if (indexer) {
-    kv.index_k = view_of(s.index_k_out.data(), {rows, index_dim});
+    kv.index_k = typed_view(second.kv.index_out, second.kv.index_bf16, {rows, index_dim});
     write = AlreadyWritten{};
   }
   if (selects) {

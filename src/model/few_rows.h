@@ -55,11 +55,13 @@ struct FewRowsRope {
 struct FewRowsKv {
   const float* kv = nullptr;       ///< [rows, R + P]; null: nothing is to be done
   const float* norm = nullptr;     ///< [R]
-  float* latent = nullptr;         ///< out [rows, R], normalised
-  float* rope = nullptr;           ///< out [rows, P], rotated
+  bool latent_bf16 = false;        ///< latent and rope, else fp32
+  void* latent = nullptr;          ///< out [rows, R], normalised
+  void* rope = nullptr;            ///< out [rows, P], rotated
   const float* index_k = nullptr;  ///< [rows, Di], or null
   const float *index_norm = nullptr, *index_bias = nullptr;
-  float* index_out = nullptr;  ///< [rows, Di], LayerNorm and rotated
+  bool index_bf16 = false;
+  void* index_out = nullptr;  ///< [rows, Di], LayerNorm and rotated
   int32_t latent_dim = 0, index_dim = 0;
   RopePairing index_pairing = RopePairing::kHalfSplit;
   float eps = 0.0f;

@@ -208,6 +208,11 @@ __device__ inline void rotate(float& x0, float& x1, float c, float s) {
   x0 = y0, x1 = y1;
 }
 
+__device__ inline void store(void* to, int64_t i, float x, bool bf16) {
+  if (bf16) static_cast<uint16_t*>(to)[i] = static_cast<uint16_t>(round_to_bf16x2(x, x));
+  else static_cast<float*>(to)[i] = x;
+}
+
 /// One row of kv_a and of the indexer's key.
 __device__ inline void finish_kv(const FewRowsKv& a, const FewRowsRope& rope, int64_t row, float* partial) {
   const int p = rope.rope_dim, half = p / 2;
@@ -216,19 +221,18 @@ __device__ inline void finish_kv(const FewRowsKv& a, const FewRowsRope& rope, in
   for (int i = threadIdx.x; i < a.latent_dim; i += kThreads) squares += kv[i] * kv[i];
   const float factor = 1.0f / sqrtf(block_sum(squares, partial) / static_cast<float>(a.latent_dim) + a.eps);
   for (int i = threadIdx.x; i < a.latent_dim; i += kThreads)
-    a.latent[row * a.latent_dim + i] = kv[i] * factor * a.norm[i];
+    store(a.latent, row * a.latent_dim + i, kv[i] * factor * a.norm[i], a.latent_bf16);
   const int64_t position = rope.positions[row];
   const bool turns = position >= 0 && position < rope.num_positions;  // the host cannot see positions of the device
   const float* table = rope.table + position * p;
   for (int i = threadIdx.x; i < half; i += kThreads) {
     float x0 = kv[a.latent_dim + 2 * i], x1 = kv[a.latent_dim + 2 * i + 1];
     if (turns) rotate(x0, x1, table[i], table[half + i]);
-    a.rope[row * p + 2 * i] = x0;
-    a.rope[row * p + 2 * i + 1] = x1;
+    store(a.rope, row * p + 2 * i, x0, a.latent_bf16);
+    store(a.rope, row * p + 2 * i + 1, x1, a.latent_bf16);
   }
   if (a.index_k == nullptr) return;
   const float* in = a.index_k + row * a.index_dim;
-  float* out = a.index_out + row * a.index_dim;
   float sum = 0.0f;
   for (int i = threadIdx.x; i < a.index_dim; i += kThreads) sum += in[i];
   const float mean = block_sum(sum, partial) / static_cast<float>(a.index_dim);
@@ -241,10 +245,11 @@ __device__ inline void finish_kv(const FewRowsKv& a, const FewRowsRope& rope, in
     const int first = neighbours ? 2 * i : i, second = neighbours ? 2 * i + 1 : half + i;
     float x0 = normed(first), x1 = normed(second);
     if (turns) rotate(x0, x1, table[i], table[half + i]);
-    out[first] = x0;
-    out[second] = x1;
+    store(a.index_out, row * a.index_dim + first, x0, a.index_bf16);
+    store(a.index_out, row * a.index_dim + second, x1, a.index_bf16);
   }
-  for (int i = p + threadIdx.x; i < a.index_dim; i += kThreads) out[i] = normed(i);
+  for (int i = p + threadIdx.x; i < a.index_dim; i += kThreads)
+    store(a.index_out, row * a.index_dim + i, normed(i), a.index_bf16);
 }
 
 /// kAhead: steps whose loads a warp has in flight; where a warp has one step, the registers of a second would only keep
