@@ -54,6 +54,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
+#include "cuda/sm90/absorbed_tuning.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -77,22 +78,6 @@ constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 128 * 40 + 
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
 constexpr int kLeft = 0, kRight = 1;
 constexpr int kMaxParts = 256;
-
-// The price, in tiles, of a further group in a part beside its tiles: loading Q, results.
-constexpr int kFixedTiles = 3;
-// What cutting the line costs more than whole groups do, in tiles: further pieces and the merge, and with 64 lanes the
-// partial results of two pieces a part, written and read (70 MB of the whole chip).
-constexpr int kCutTiles = 4, kCutTiles64 = 7;
-// Cuts of the line move by up to so many tiles so as not to leave a piece below it.
-constexpr int kMinPiece = 2;
-
-// What a part adds to a call's time by its partial results of 64 lanes, written and read by the whole chip (256 KB at 4
-// TB/s), over that of a tile in a block (1.7 us). With n parts of total / n tiles the time is least at a piece of
-// sqrt(kPartTiles * total) tiles.
-constexpr float kPartTiles = 0.038f;
-
-// Calls of up to so many groups bring their small inputs into the L2 first.
-constexpr int kPrefetchGroups = 32;
 
 struct Schedule {
   int4* cuts;     // [num_slots], for combine_kernel: group, first part, number of parts (1: nothing to merge)
@@ -921,9 +906,6 @@ constexpr int kColumnsAtOnce = 128;                   // of a warp, 16 bytes a t
 constexpr int kSlices = kLatent / kColumnsAtOnce;     // 4
 constexpr int kFewLanes = 4;                          // lanes of a block where groups have few parts,
 constexpr int kFewWarps = kCombineWarps / kFewLanes;  // and warps of each
-// From so many parts on a block takes one lane, or 128 columns of it, if that is done in so many rounds.
-constexpr int kManyParts = 12, kManyRounds = 2;
-
 struct CombineShared {
   int4 cuts[kMaxParts];
   int counts[kCombineWarps], most[kCombineWarps];

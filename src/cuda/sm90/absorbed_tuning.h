@@ -1,0 +1,40 @@
+// What decides between ways of the Hopper decode kernel, in one place, with what each number was chosen by. Times are
+// of one H200; a tile is 64 lanes by 64 keys, 1.7 to 1.9 us in a block that has the tensor cores to itself.
+#pragma once
+
+namespace gannet {
+inline namespace v0 {
+namespace cuda {
+namespace sm90 {
+
+/// The price, in tiles, of a further group in a part beside its tiles: loading Q, the first tile's way to the first
+/// product, results.
+constexpr int kFixedTiles = 3;
+
+/// What cutting the line costs more than whole groups do, in tiles: further pieces and the merge (kCutTiles), and with
+/// 64 lanes the partial results of two pieces a part, written and read (kCutTiles64: 70 MB of the whole chip at 5 TB/s,
+/// 14 us). Before groups stayed whole, 64 requests of two rows of 128 heads with 1,024 keys took 113.5 us, 31 tiles a
+/// block of which account for 58.
+constexpr int kCutTiles = 4, kCutTiles64 = 7;
+
+/// Cuts of the line move by up to so many tiles so as not to leave a piece below it: a piece costs kFixedTiles.
+constexpr int kMinPiece = 2;
+
+/// What a part adds to a call's time by its partial results of 64 lanes, written and read by the whole chip (256 KB at
+/// 4 TB/s: 0.065 us), over that of a tile in a block (1.7 us). With n parts of total / n tiles the time is least at a
+/// piece of sqrt(kPartTiles * total) tiles.
+constexpr float kPartTiles = 0.038f;
+
+/// Calls of up to so many groups bring page tables and queries into the L2 while they wait for the lengths. With more,
+/// other blocks' misses hide them.
+constexpr int kPrefetchGroups = 32;
+
+/// From so many parts of a group on the merge takes a lane a block, or 128 columns of it, if that is done in so many
+/// rounds of blocks; else four lanes a block. 8 requests of 64 heads with 2,048 keys, 16 parts each, took 52.2 us with
+/// 8 rounds of the former, 24.8 with the latter.
+constexpr int kManyParts = 12, kManyRounds = 2;
+
+}  // namespace sm90
+}  // namespace cuda
+}  // namespace v0
+}  // namespace gannet
