@@ -72,7 +72,6 @@ void launch(const char* function, Problem& p, const Shape& s, Device device, con
   schedule.lane_blocks = l.lane_blocks;
   schedule.num_groups = static_cast<int>(s.num_groups);
   schedule.num_slots = l.num_slots;
-  schedule.prefetch = s.num_groups <= kPrefetchGroups;
   launch_kernel(function, absorbed_kernel<Problem, kPages>,
                 {.blocks = int64_t{l.num_parts} * l.lane_blocks, .threads = kThreads, .shared_bytes = kSharedBytes},
                 c.stream, p, schedule, map);

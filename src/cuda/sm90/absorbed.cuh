@@ -85,7 +85,6 @@ struct Schedule {
   int lane_blocks;
   int num_groups;
   int num_slots;  // min(num_groups, num_parts): a slot for each group, or for each part (the group that it begins)
-  bool prefetch;  // prefetch_inputs() pays
 };
 
 struct Shared {
@@ -99,7 +98,7 @@ struct Shared {
   int payload, total;                        // of the line where it is cut; payload 0: the part has whole groups
   int piece;                                 // longest piece in tiles where each part has one, else 0
   int piece_first, piece_last, piece_tiles;  // of the only piece: its tiles, and those of its group
-  int partial_sum[kThreads / 32];
+  alignas(16) int partial_sum[kThreads / 32];  // read by 16 bytes, which must not take its neighbours along
 };
 
 /// A key of a tile: not there; there; there, with values that were not finite (only where some lanes do not see it).
@@ -148,6 +147,12 @@ __device__ inline float square_root(float x) {  // one instruction
   return y;
 }
 
+/// Below this many tiles a piece's partial results cost more than it saves.
+__device__ inline int least_piece(int total_tiles, int lanes) {
+  return static_cast<int>(
+      square_root(kPartTiles * static_cast<float>(total_tiles) * static_cast<float>(lanes) / kLanes));
+}
+
 /// The shortest piece such that groups of tiles[0..num_groups) cut into even pieces of at most that length are no more
 /// pieces than num_parts >= num_groups. Each warp tries another length, so a round divides the range by twelve.
 __device__ inline int shortest_piece(const int* tiles, int num_groups, int num_parts, int total_tiles, int lanes,
@@ -155,9 +160,7 @@ __device__ inline int shortest_piece(const int* tiles, int num_groups, int num_p
   constexpr int kWarps = kThreads / 32;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // ceil(t / m) <= (t - 1) / m + 1 gives a length that always fits.
-  const auto worth =
-      static_cast<int>(square_root(kPartTiles * static_cast<float>(total_tiles) * static_cast<float>(lanes) / kLanes));
-  int low = max(ceil_div(total_tiles, num_parts), worth);
+  int low = max(ceil_div(total_tiles, num_parts), least_piece(total_tiles, lanes));
   int high =
       num_parts > num_groups ? max(low, ceil_div(total_tiles - num_groups, num_parts - num_groups)) : total_tiles;
   while (low < high) {
@@ -182,39 +185,27 @@ __device__ inline int shortest_piece(const int* tiles, int num_groups, int num_p
 
 __device__ inline void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-/// Small calls wait for lengths, then for pages, then for keys, each 1 us away where the L2 has not seen them. Each
-/// thread of the grid brings a line of the page table (or list of slots) or of the queries into the L2 while the
-/// lengths are under way; a call too large for that does not need it.
-__device__ inline void prefetch_rows(const void* data, int rows, int64_t row_stride_bytes, int row_bytes,
-                                     int64_t& index) {
-  constexpr int kLine = 128;
-  const int lines = ceil_div(row_bytes, kLine);
-  const int64_t all = int64_t{rows} * lines;
-  if (index >= 0 && index < all) {
-    const int row = static_cast<int>(index) / lines, line = static_cast<int>(index) % lines;
-    prefetch_line(static_cast<const unsigned char*>(data) + row * row_stride_bytes + line * kLine);
-  }
-  index -= all;
-}
-template <class Problem>
-__device__ void prefetch_inputs(const Problem& p) {
-  int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if constexpr (std::is_same_v<Problem, Dense>) {
-    if (p.pages.indptr == nullptr)
-      prefetch_rows(p.pages.pages, static_cast<int>(p.pages.num_table_rows), 4 * p.pages.row_stride,
-                    static_cast<int>(4 * p.pages.num_columns), index);
-  } else {
-    prefetch_rows(p.slots, static_cast<int>(p.num_rows), 4 * p.slots_row_stride, static_cast<int>(4 * p.list_width),
-                  index);
-  }
-  prefetch_rows(p.q, static_cast<int>(p.num_rows), 2 * p.q_row_stride,
-                static_cast<int>(2 * ((p.num_heads - 1) * p.q_head_stride + kWidth)), index);
-}
-
 /// Where this part begins. `scratch` holds kMaxParts numbers.
 template <class Problem>
 __device__ void find_part(const Problem& p, const Schedule& schedule, int part, Shared& s, int* scratch) {
   const int tid = threadIdx.x, num_groups = schedule.num_groups, num_parts = schedule.num_parts;
+  const int lanes = min(static_cast<int>(p.lanes_per_group()), kLanes);
+  if (num_groups == 1) {  // the same as below would find; half of its time
+    const int tiles = group_tiles(p, 0), piece = max(ceil_div(tiles, num_parts), least_piece(tiles, lanes));
+    const int pieces = ceil_div(tiles, piece), each = tiles / pieces, longer = tiles % pieces;
+    if (tid == 0) {
+      s.piece = piece;
+      if (part < pieces) {
+        s.first_group = 0;
+        s.end_group = 1;
+        s.piece_first = each * part + min(part, longer);
+        s.piece_last = s.piece_first + each + (part < longer);
+        s.piece_tiles = tiles;
+      }
+    }
+    __syncthreads();
+    return;
+  }
   const int per_thread = ceil_div(num_groups, kThreads);
   const int begin = min(tid * per_thread, num_groups), end = min(begin + per_thread, num_groups);
   int own = 0;
@@ -226,7 +217,6 @@ __device__ void find_part(const Problem& p, const Schedule& schedule, int part, 
   const int tiles_before = scan_threads(own, s.partial_sum, total_tiles);
   const int line = total_tiles + kFixedTiles * num_groups;
   const int payload = max(ceil_div(line, num_parts), kMinPiece);
-  const int lanes = min(static_cast<int>(p.lanes_per_group()), kLanes);
   const int cut_price = kCutTiles + kCutTiles64 * lanes / kLanes;
   if (few) {
     const int piece = shortest_piece(scratch, num_groups, num_parts, total_tiles, lanes, s.partial_sum);
@@ -819,8 +809,7 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
       const int head = lane0 + l - s.row_of_lane[l] * p.num_heads;
       const int64_t index =
           ((2 * int64_t{part} + (walk.first_tile == 0)) * schedule.lane_blocks + lane_block) * kLanes + l;
-      at[half] =
-          (complete ? out_row * p.out_row_stride + head * p.out_head_stride : index * kLatent) + column0 + 2 * quad;
+      at[half] = (complete ? out_row * p.out_row_stride + head * p.out_head_stride : index * kLatent) + column0;
       if (self == 0 && quad == 0 && l < lanes) {
         const float lse = empty ? -INFINITY : (top[half] + __log2f(total)) * kLn2;
         if (!complete) p.partial_lse[index] = lse;
@@ -829,24 +818,52 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
     }
 #pragma unroll
     for (int i = 0; i < kHalf / 2; ++i) o[i] *= inverse[i / 2 % 2];
+    // A thread has two neighbouring columns of every eight: the four threads of a row exchange them and store 16 bytes
+    // each, 64 of a row at once. By 4 bytes a thread 64 lanes took 12,500 cycles, partial results by 8 bytes 5,400.
     const bool real[2] = {row < lanes, row + 8 < lanes};
-    if (complete && p.out_dtype == DType::kBf16) {
+    const bool second = quad % 2 != 0, upper = quad / 2 != 0;
+    const bool any = 16 * warp < lanes;  // of this warp's lanes
+    if (any && complete && p.out_dtype == DType::kBf16) {
       auto* const out = static_cast<uint16_t*>(p.out);
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (real[half])
+      for (int half = 0; half < 2; ++half) {
+        uint16_t* const to = out + at[half] + 8 * quad;
 #pragma unroll
-          for (int j = 0; j < kHalf / 8; ++j)
-            *reinterpret_cast<uint32_t*>(out + at[half] + 8 * j) =
-                round_to_bf16x2(o[4 * j + 2 * half], o[4 * j + 2 * half + 1]);
-    } else {
+        for (int j = 0; j < kHalf / 8; j += 4) {
+          uint32_t w[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) w[i] = round_to_bf16x2(o[4 * (j + i) + 2 * half], o[4 * (j + i) + 2 * half + 1]);
+#pragma unroll
+          for (int i = 0; i < 4; i += 2) {
+            const uint32_t got = __shfl_xor_sync(0xffffffffu, second ? w[i] : w[i + 1], 1);
+            if (second) w[i] = got;
+            else w[i + 1] = got;
+          }
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? w[i] : w[i + 2], 2);
+            if (upper) w[i] = got;
+            else w[i + 2] = got;
+          }
+          if (real[half]) *reinterpret_cast<uint4*>(to + 8 * j) = {w[0], w[1], w[2], w[3]};
+        }
+      }
+    } else if (any) {
       float* const out = complete ? static_cast<float*>(p.out) : p.partial;
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (real[half])
+      for (int half = 0; half < 2; ++half) {
+        float* const to = out + at[half] + 8 * second + 4 * upper;
 #pragma unroll
-          for (int j = 0; j < kHalf / 8; ++j)
-            *reinterpret_cast<float2*>(out + at[half] + 8 * j) = {o[4 * j + 2 * half], o[4 * j + 2 * half + 1]};
+        for (int j = 0; j < kHalf / 8; j += 2) {
+          float2 low{o[4 * j + 2 * half], o[4 * j + 2 * half + 1]},
+              high{o[4 * j + 4 + 2 * half], o[4 * j + 4 + 2 * half + 1]};
+          const float2 got{__shfl_xor_sync(0xffffffffu, second ? low.x : high.x, 1),
+                           __shfl_xor_sync(0xffffffffu, second ? low.y : high.y, 1)};
+          if (second) low = got;
+          else high = got;
+          if (real[half]) *reinterpret_cast<float4*>(to + 8 * j) = {low.x, low.y, high.x, high.y};
+        }
+      }
     }
     if (walk.first_tile == 0) {
       cut = {walk.group - 1, part, walk.parts(s, part), 0};
@@ -883,7 +900,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   wait_for_stream();
   let_next_start();
-  if (schedule.prefetch) prefetch_inputs(p);
   find_part(p, schedule, part, s, reinterpret_cast<int*>(weights));
   if (threadIdx.x < kConsumerThreads) {
     register_increase<kConsumerRegisters>();
@@ -970,7 +986,7 @@ __global__ void __launch_bounds__(kCombineThreads, 2)
   };
 
   // There are cuts only where all lanes fit the chip at once: these are small numbers.
-  if (most_parts >= kManyParts && num_cuts * lanes <= kManyRounds * static_cast<int>(gridDim.x)) {
+  if (most_parts >= kManyParts && num_cuts * lanes <= static_cast<int>(gridDim.x)) {
     // Sixteen warps over the parts of 128 columns, where that leaves no more to do than there are blocks; else four
     // over the parts of all columns.
     const bool narrow = num_cuts * lanes * kSlices <= static_cast<int>(gridDim.x);
