@@ -101,21 +101,43 @@ __device__ inline const unsigned char* row_of(const Sparse& p, const Schedule& s
          (position - page * p.cache.page_size) * p.cache.row_stride_bytes;
 }
 
-/// Four e4m3 values as bf16: exact, by way of half, which holds them all.
-__device__ inline uint2 widen_e4m3(uint32_t four) {
-  const auto two = [](uint32_t x) {
-    return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(x), __NV_E4M3)));
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+/// Two e4m3 values, bytes `first` and `first` + 1 of four, as bf16. There is no instruction before sm_89: the seven
+/// bits below the sign are moved under bf16's exponent, which makes them 2^-120 of the value (small ones too: the
+/// product takes subnormals), and NaN, 0x7f, is found by a carry.
+__device__ inline uint32_t widen_pair(uint32_t four, int first) {
+  const uint32_t high = __byte_perm(four, 0, first == 0 ? 0x1404 : 0x3424);  // each byte over a zero
+  const uint32_t small = (high & 0x80008000u) | ((high >> 4) & 0x07f007f0u);
+  constexpr uint32_t kTwoTo120 = 0x7b807b80u, kMinusZero = 0x80008000u;
+  uint32_t pair;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(small), "r"(kTwoTo120), "r"(kMinusZero));
+  const uint32_t nan = ((four & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
+  return pair | (__byte_perm(nan, 0, first == 0 ? 0x9988 : 0xbbaa) & 0x7fff7fffu);  // signs, replicated
+}
+/// Four e4m3 values as bf16: exact.
+__device__ inline uint2 widen_e4m3(uint32_t four) { return {widen_pair(four, 0), widen_pair(four, 2)}; }
+/// The same times a scale.
+__device__ inline uint2 widen_e4m3(uint32_t four, float scale) {
+  const auto times = [&](uint32_t two) {
+    return round_to_bf16x2(__uint_as_float(two << 16) * scale, __uint_as_float(two & 0xffff0000u) * scale);
   };
-  const float2 low = two(four & 0xffffu), high = two(four >> 16);
+  return {times(widen_pair(four, 0)), times(widen_pair(four, 2))};
+}
+#else
+__device__ inline float2 widen_pair(uint32_t two) {  // by way of half, which holds every e4m3 value
+  return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two), __NV_E4M3)));
+}
+/// Four e4m3 values as bf16: exact.
+__device__ inline uint2 widen_e4m3(uint32_t four) {
+  const float2 low = widen_pair(four & 0xffffu), high = widen_pair(four >> 16);
   return {round_to_bf16x2(low.x, low.y), round_to_bf16x2(high.x, high.y)};
 }
+/// The same times a scale.
 __device__ inline uint2 widen_e4m3(uint32_t four, float scale) {
-  const auto two = [](uint32_t x) {
-    return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(x), __NV_E4M3)));
-  };
-  const float2 low = two(four & 0xffffu), high = two(four >> 16);
+  const float2 low = widen_pair(four & 0xffffu), high = widen_pair(four >> 16);
   return {round_to_bf16x2(low.x * scale, low.y * scale), round_to_bf16x2(high.x * scale, high.y * scale)};
 }
+#endif
 
 /// Loads the tiles of a piece. Rows in shared memory are 128 bytes in each of nine blocks; the 16-byte piece c of row r
 /// lies at c ^ (r % 8), so that eight rows of an ldmatrix are in different banks. fetch_names() for a tile, then
