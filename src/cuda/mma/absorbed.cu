@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <type_traits>
 
 #include "cuda/common/check.h"
 #include "cuda/common/launch.cuh"
@@ -29,13 +30,16 @@ struct Shape {
 Shape shape_of(const MlaDecode& p) { return {p.rows.seq_lens.shape[0], p.q.shape[1] * p.rows.q_len}; }
 Shape shape_of(const SparseAttention& p) { return {p.q.shape[0], p.q.shape[1]}; }
 
-/// Calls f with the configuration for so many lanes that the device has shared memory for.
-template <class F>
+/// Calls f with the configuration for so many lanes that the device has shared memory for. Requests with ragged rows
+/// may have any number of lanes, and take the widest.
+template <class Problem, class F>
 auto with_config(const char* function, int64_t lanes, int device, F&& f) {
   int shared = 0;
   GANNET_CUDA(function, cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  if (lanes <= Narrow::kLanes) return shared >= Narrow::kSharedBytes ? f(Narrow{}) : f(NarrowSmall{});
-  if (lanes <= Middle::kLanes && shared >= Middle::kSharedBytes) return f(Middle{});
+  if constexpr (!std::is_same_v<Problem, Ragged>) {
+    if (lanes <= Narrow::kLanes) return shared >= Narrow::kSharedBytes ? f(Narrow{}) : f(NarrowSmall{});
+    if (lanes <= Middle::kLanes && shared >= Middle::kSharedBytes) return f(Middle{});
+  }
   if (shared >= Wide::kSharedBytes) return f(Wide{});
   return shared >= WideSmall::kSharedBytes ? f(WideSmall{}) : f(NarrowSmall{});
 }
@@ -104,10 +108,14 @@ void launch_config(const char* function, Problem& p, const Shape& s, int device,
 }
 
 template <class Problem>
-void launch(const char* function, Problem& p, const Shape& s, Device device, const RunContext& c) {
+void launch(const char* function, Problem& p, Shape s, Device device, const RunContext& c) {
   const DeviceGuard guard(function, device.index);
-  with_config(function, s.lanes_per_group, device.index, [&](auto config) {
+  with_config<Problem>(function, s.lanes_per_group, device.index, [&](auto config) {
     using C = decltype(config);
+    if constexpr (std::is_same_v<Problem, Ragged>) {  // a group is a block of lanes: see there
+      p.block = C::kLanes;
+      s = {p.num_rows * p.num_heads / C::kLanes + p.rows.num_requests + 1, C::kLanes};
+    }
     switch (p.cache.format) {
       case LatentFormat::kBf16: return launch_config<C, LatentFormat::kBf16>(function, p, s, device.index, c);
       case LatentFormat::kE4m3: return launch_config<C, LatentFormat::kE4m3>(function, p, s, device.index, c);
@@ -117,26 +125,36 @@ void launch(const char* function, Problem& p, const Shape& s, Device device, con
   });
 }
 
-template <class Params>
-size_t workspace(const Params& p) {
-  const Shape s = shape_of(p);
-  return with_config(Params::kName, s.lanes_per_group, p.q.device.index, [&](auto config) {
-    return layout_of<decltype(config)>(Params::kName, s, p.q.device.index).total();
+template <class Problem>
+size_t workspace(const char* function, const Shape& s, Device device) {
+  return with_config<Problem>(function, s.lanes_per_group, device.index, [&](auto config) {
+    using C = decltype(config);
+    const int64_t lanes = std::is_same_v<Problem, Ragged> ? C::kLanes : s.lanes_per_group;
+    return layout_of<C>(function, {s.num_groups, lanes}, device.index).total();
   });
 }
 
 }  // namespace
 
-size_t workspace_mla_decode(const MlaDecode& p, int) { return workspace(p); }
-size_t workspace_sparse_attention(const SparseAttention& p, int) { return workspace(p); }
+size_t workspace_mla_decode(const MlaDecode& p, int) {
+  const Device device = p.q.device;
+  return p.rows.cu_q_lens.given() ? workspace<Ragged>(MlaDecode::kName, shape_of(p), device)
+                                  : workspace<Dense>(MlaDecode::kName, shape_of(p), device);
+}
+size_t workspace_sparse_attention(const SparseAttention& p, int) {
+  return workspace<Sparse>(SparseAttention::kName, shape_of(p), p.q.device);
+}
 
 void run_mla_decode(const MlaDecode& p, const RunContext& c) {
-  Dense d{};
-  fill_common(d, p);
-  d.rows = make_rows(p.rows);
-  d.pages = make_pages(p.pages);
-  d.max_q_len = p.rows.q_len;
-  launch(MlaDecode::kName, d, shape_of(p), p.q.device, c);
+  const auto run = [&](auto d) {
+    fill_common(d, p);
+    d.rows = make_rows(p.rows);
+    d.pages = make_pages(p.pages);
+    d.max_q_len = p.rows.q_len;
+    launch(MlaDecode::kName, d, shape_of(p), p.q.device, c);
+  };
+  if (p.rows.cu_q_lens.given()) run(Ragged{});
+  else run(Dense{});
 }
 
 void run_sparse_attention(const SparseAttention& p, const RunContext& c) {

@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   unsigned char* const stages = shared + C::kQueryBytes;
   auto& s = *reinterpret_cast<typename C::Shared*>(shared + C::kTileBytes);
   const int lane_block = static_cast<int>(blockIdx.x) % schedule.lane_blocks,
-            part = static_cast<int>(blockIdx.x) / schedule.lane_blocks, lane0 = lane_block * C::kLanes;
+            part = static_cast<int>(blockIdx.x) / schedule.lane_blocks;
   find_part(p, schedule, part, s.line);
   let_next_start();
 
@@ -336,6 +336,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   while (walk.next(p, schedule, s.line, part)) {
     typename Problem::Place g;
     p.place(g, walk.group - 1);
+    int lane0 = first_lane_of(p, g, lane_block, C::kLanes);
     int lanes = min(C::kLanes, static_cast<int>(g.num_rows) * p.num_heads - lane0);
     const int most = static_cast<int>(p.keys_of(g, (lane0 + lanes - 1) / p.num_heads));
     const int least = static_cast<int>(p.keys_of(g, lane0 / p.num_heads));
@@ -597,6 +598,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncthreads();
     p.place(g, walk.group - 1);  // again, rather than kept in registers through the loop
+    lane0 = first_lane_of(p, g, lane_block, C::kLanes);
     lanes = min(C::kLanes, static_cast<int>(g.num_rows) * p.num_heads - lane0);
     const bool complete = walk.first_tile == 0 && walk.last_tile == walk.tiles;
 #pragma unroll
@@ -680,7 +682,8 @@ __global__ void __launch_bounds__(kCombineThreads)
   const int warp = static_cast<int>(threadIdx.x) / 32, in_warp = static_cast<int>(threadIdx.x) % 32,
             slot = warp / kWarpsPerLane, quarter = warp % kWarpsPerLane;
   const int lane = static_cast<int>(blockIdx.x) % per_part * kCombineLanes + slot;
-  const bool real = lane < static_cast<int>(g.num_rows) * p.num_heads;
+  const int in_group = first_lane_of(p, g, 0, kLanes) + lane;
+  const bool real = in_group < static_cast<int>(g.num_rows) * p.num_heads;
   auto index_of = [&](int i) {
     return ((int64_t{2} * (first + i) + (i == 0)) * schedule.lane_blocks + lane / kLanes) * kLanes + lane % kLanes;
   };
@@ -729,8 +732,8 @@ __global__ void __launch_bounds__(kCombineThreads)
     const float4 x = sums[slot][w][quarter][in_warp];
     total.x += x.x, total.y += x.y, total.z += x.z, total.w += x.w;
   }
-  const int64_t row = g.first_row + lane / p.num_heads;
-  const int head = lane % p.num_heads;
+  const int64_t row = g.first_row + in_group / p.num_heads;
+  const int head = in_group % p.num_heads;
   const float all = p.sink != nullptr && sum != 0.0f ? sum + __expf(p.sink[head] - top) : sum;
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / all;
   total.x *= inverse, total.y *= inverse, total.z *= inverse, total.w *= inverse;

@@ -36,6 +36,54 @@ struct Schedule {
   }
 };
 
+/// Dense with cu_q_lens: how many rows a request has is known on the device alone, so a group is a block of lanes of a
+/// request. Request r has the ids from floor(cu_q_lens[r] * heads / block) + r on, which is always enough (as in
+/// prefill_problem.cuh), so a search finds the request of an id; ids that it does not need have no tiles. Rows beyond
+/// the last request's are one more request, without keys.
+struct Ragged : Dense {
+  int block;  // lanes
+
+  struct Place : Dense::Place {
+    int first_lane;
+  };
+  __device__ int64_t begin_of(int64_t request) const {
+    return max(int64_t{0}, min(static_cast<int64_t>(rows.cu_q_lens[request]), num_rows));
+  }
+  __device__ int64_t first_id(int64_t request) const { return begin_of(request) * num_heads / block + request; }
+  __device__ bool place(Place& g, int64_t id) const {
+    int64_t low = 0, high = rows.num_requests + 1;  // the last request whose first id is at or before this one
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      if (first_id(middle) <= id) low = middle;
+      else high = middle;
+    }
+    g.request = low;
+    g.first_row = begin_of(low);
+    g.num_rows = (low < rows.num_requests ? begin_of(low + 1) : num_rows) - g.first_row;
+    g.list = low < rows.num_requests ? page_list(pages, low) : PageList{nullptr, 0};
+    g.first_lane = static_cast<int>(id - first_id(low)) * block;
+    return g.first_lane < g.num_rows * num_heads;
+  }
+  __device__ int64_t keys_of(const Place& g, int64_t row) const {
+    return g.request < rows.num_requests ? Dense::keys_of(g, row) : 0;
+  }
+};
+
+/// The first lane of a group that a block of threads serves, where the group's lanes are cut into blocks, and the last
+/// row whose keys the group is cut into tiles for.
+template <class Problem, class Place>
+__device__ int first_lane_of(const Problem&, const Place&, int lane_block, int lanes) {
+  return lane_block * lanes;
+}
+__device__ inline int first_lane_of(const Ragged&, const Ragged::Place& g, int, int) { return g.first_lane; }
+template <class Problem, class Place>
+__device__ int64_t last_row_of(const Problem&, const Place& g) {
+  return g.num_rows - 1;
+}
+__device__ inline int64_t last_row_of(const Ragged& p, const Ragged::Place& g) {
+  return (min(static_cast<int64_t>(g.first_lane + p.block), g.num_rows * p.num_heads) - 1) / p.num_heads;
+}
+
 struct Line {
   int first_group, first_start, payload, total;
   int cut, cut_parts;  // what goes to Schedule in the end; thread 0's
@@ -47,7 +95,7 @@ template <class Problem>
 __device__ int group_tiles(const Problem& p, int group) {
   typename Problem::Place g;
   if (!p.place(g, group)) return 0;
-  const int n = static_cast<int>(p.keys_of(g, g.num_rows - 1));
+  const int n = static_cast<int>(p.keys_of(g, last_row_of(p, g)));
   return n <= 0 ? 1 : (n + kKeys - 1) / kKeys;  // a group without keys takes a tile in which nothing is seen
 }
 

@@ -23,11 +23,6 @@ std::string refuses_absorbed(const Params& p) {
   return {};
 }
 
-std::string refuses_dense(const MlaDecode& p) {
-  if (p.rows.cu_q_lens.given()) return "cu_q_lens is given; accepted: q_len rows for each request";
-  return refuses_absorbed(p);
-}
-
 /// IndexLogits, or IndexSelect over scores of this set.
 template <class Params>
 std::string refuses_indexer(const Params& p, int64_t num_columns) {
@@ -71,7 +66,7 @@ const ImplementationSet& mma_set() noexcept {
                    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major >= 8;
           },
       .ragged_prefill = {refuses_ragged, nullptr, mma::run_ragged_prefill},
-      .mla_decode = {refuses_dense, mma::workspace_mla_decode, mma::run_mla_decode, true},
+      .mla_decode = {refuses_absorbed<MlaDecode>, mma::workspace_mla_decode, mma::run_mla_decode, true},
       .index_logits = {refuses_index_logits, nullptr, run_index_logits_over<mma::launch_index_logits>},
       .index_select = {refuses_index_select, workspace_index_select, run_index_select_over<mma::launch_index_logits>},
       .sparse_attention = {refuses_absorbed<SparseAttention>, mma::workspace_sparse_attention,
