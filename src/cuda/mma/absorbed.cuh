@@ -22,12 +22,11 @@
 // warp 16 lanes for S and for O and read 850 KB for the same: 295 TFLOP/s at best. The exchange takes no memory of its
 // own: after S nobody needs the tile's rotated columns, nor P of the tile before.
 //
-// e4m3 rows travel through registers, a tile ahead: loaded before S, converted and stored to the free stage beside O,
-// by half of the warps before their product and by the other half behind it, so that conversions run under products. An
-// e4m3 value is a bf16 value; the scale of a kE4m3 pool goes into the softmax scale and into the result, so nothing is
-// rounded. The scales of 656-byte rows are applied, to bf16.
-// With room for one tile only (sm_80 has 163 KB a block, sm_86 and sm_89 99) tiles are loaded when the last one has
-// been used, and on 99 KB a block has 16 lanes.
+// e4m3 rows are copied into half of the free stage, a tile ahead, and converted in their place beside O, by half of the
+// warps before their product and by the other half behind it, so that conversions run under products. An e4m3 value is
+// a bf16 value; the scale of a kE4m3 pool goes into the softmax scale and into the result, so nothing is rounded. The
+// scales of 656-byte rows are applied, to bf16. With room for one tile only (sm_80 has 163 KB a block, sm_86 and sm_89
+// 99) tiles are loaded when the last one has been used, and on 99 KB a block has 16 lanes.
 //
 // Masks. Scores of keys that a lane does not see are replaced by select, rows that nobody sees are zeros and not read.
 // A key of weight 0, one that others of the block see or one whose score is -inf, must not reach a lane even as 0 * NaN
@@ -185,49 +184,67 @@ struct Loader<LatentFormat::kBf16> {
   __device__ bool all_there() const { return there[0] && there[1]; }
 };
 
-/// e4m3 and 656-byte rows: four threads a row, 16 values of each 64 each.
+/// e4m3 and 656-byte rows: four threads a row, 16 values of each 64 each. Their bytes are copied into blocks 4 to 8 of
+/// the row's own place, the scales of a 656-byte row into block 3 and its rotated values where they belong; convert()
+/// reads them back and writes the row over them, so that they take no registers and no memory while they travel. The
+/// threads of a row are neighbours in a warp, and nobody else touches its place.
 template <LatentFormat kFormat>
 struct Loader {
   static_assert(kFormat == LatentFormat::kE4m3 || kFormat == LatentFormat::kPacked656);
   static constexpr bool kConverts = true, kPacked = kFormat == LatentFormat::kPacked656;
   static constexpr int kPieces = kPacked ? kLatent / 64 : kBlocks;
+  static constexpr int kRawBlock = 4, kScaleBlock = 3;
   static constexpr int kRopeOffset = kLatent + 4 * (kLatent / 128);  // in a 656-byte row
   int32_t name;
+  const unsigned char* source;
+  uint32_t target;  // of the row
   bool there;
-  uint4 raw[kPieces];
-  float4 scales;  // of the four groups of 128, if packed
+
+  __device__ static int row() { return static_cast<int>(threadIdx.x) / 4; }
+  __device__ static int quarter() { return static_cast<int>(threadIdx.x) % 4; }
+  /// Where the thread's piece of values 64 b and on waits: two rows that are read together differ in their banks.
+  __device__ static int raw_offset(int b) {
+    const int r = row();
+    return (kRawBlock + b / 2) * kBlockBytes + (((((b ^ r) & 1) * 4 + quarter()) ^ (r % 8)) * 16);
+  }
 
   template <class Problem>
   __device__ void fetch_names(const Problem& p, const Schedule& s, const int32_t* list, int tile, int end) {
-    const int key = tile * kKeys + static_cast<int>(threadIdx.x) / 4;
+    const int key = tile * kKeys + row();
     name = key < end ? name_of(p, s, list, key) : -1;
   }
-  /// Starts all loads; those of rotated values of 656-byte rows go to the stage at once.
   template <class Problem>
   __device__ void begin(const Problem& p, const Schedule& s, int tile, uint32_t stage, uint8_t* present) {
-    const int row = static_cast<int>(threadIdx.x) / 4, quarter = static_cast<int>(threadIdx.x) % 4;
-    const unsigned char* source = row_of(p, s, tile * kKeys + row, name);
-    const bool ok = there = source != nullptr;
-#pragma unroll
-    for (int b = 0; b < kPieces; ++b)
-      raw[b] = ok ? *reinterpret_cast<const uint4*>(source + b * 64 + quarter * 16) : uint4{0, 0, 0, 0};
-    if constexpr (kPacked) {
-      scales = ok ? *reinterpret_cast<const float4*>(source + kLatent) : float4{0, 0, 0, 0};
-      if (!ok) source = static_cast<const unsigned char*>(p.cache.data);
+    source = row_of(p, s, tile * kKeys + row(), name);
+    there = source != nullptr;
+    if (!there) source = static_cast<const unsigned char*>(p.cache.data);  // not read
+    target = stage + row() * 128;
+    if (quarter() == 0) present[row()] = there;
+  }
+  __device__ void copy(int block) const {
+    if (block < kPieces) {
+      copy_async_16(target + raw_offset(block), source + block * 64 + quarter() * 16, there);
+    } else {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int piece = quarter + 4 * i;
-        copy_async_16(stage + (kBlocks - 1) * kBlockBytes + row * 128 + ((piece ^ (row % 8)) * 16),
-                      source + kRopeOffset + piece * 16, ok);
+        const int piece = quarter() + 4 * i;
+        copy_async_16(target + (kBlocks - 1) * kBlockBytes + ((piece ^ (row() % 8)) * 16),
+                      source + kRopeOffset + piece * 16, there);
       }
+      if (quarter() == 0) copy_async_16(target + kScaleBlock * kBlockBytes, source + kLatent, there);
     }
-    if (quarter == 0) present[row] = ok;
   }
-  __device__ void copy(int) const {}
   __device__ bool all_there() const { return there; }
   __device__ void convert(unsigned char* stage) const {
-    const int row = static_cast<int>(threadIdx.x) / 4, quarter = static_cast<int>(threadIdx.x) % 4;
-    unsigned char* target = stage + row * 128;
+    copy_async_wait<0>();
+    __syncwarp();
+    unsigned char* const own = stage + row() * 128;
+    uint4 raw[kPieces];
+#pragma unroll
+    for (int b = 0; b < kPieces; ++b) raw[b] = *reinterpret_cast<const uint4*>(own + raw_offset(b));
+    float4 scales{};
+    if constexpr (kPacked) scales = *reinterpret_cast<const float4*>(own + kScaleBlock * kBlockBytes);
+    __syncwarp();  // all of the row has been read
 #pragma unroll
     for (int b = 0; b < kPieces; ++b) {
       uint2 w[4];
@@ -243,7 +260,7 @@ struct Loader {
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        *reinterpret_cast<uint4*>(target + b * kBlockBytes + (((2 * quarter + i) ^ (row % 8)) * 16)) = {
+        *reinterpret_cast<uint4*>(own + b * kBlockBytes + (((2 * quarter() + i) ^ (row() % 8)) * 16)) = {
             w[2 * i].x, w[2 * i].y, w[2 * i + 1].x, w[2 * i + 1].y};
     }
   }

@@ -20,6 +20,7 @@ using namespace absorbed;
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kKeys = 64;         // of a tile
 constexpr int kFixedTiles = 2;    // a group's price beside its tiles: Q, the first tile's latency, the results
+constexpr int kWholeGain = 8;     // parts may be longer by an eighth so that groups stay whole
 constexpr int kMinPartTiles = 2;  // a part below this costs more to merge than it saves
 
 struct Schedule {
@@ -87,7 +88,7 @@ __device__ inline int64_t last_row_of(const Ragged& p, const Ragged::Place& g) {
 struct Line {
   int first_group, first_start, payload, total;
   int cut, cut_parts;  // what goes to Schedule in the end; thread 0's
-  int partial_sum[kWarps];
+  int partial_sum[kWarps], partial_most[kWarps];
 };
 
 // Lengths are int32, so tiles, and the line of a call that fits a GPU's memory, are 32-bit numbers.
@@ -109,22 +110,35 @@ __device__ void find_part(const Problem& p, const Schedule& schedule, int part, 
   }
   const int per_thread = (schedule.num_groups + kThreads - 1) / kThreads;
   const int begin = min(tid * per_thread, schedule.num_groups), end = min(begin + per_thread, schedule.num_groups);
-  int own = 0;
-  for (int g = begin; g < end; ++g) own += group_tiles(p, g) + kFixedTiles;
+  int own = 0, most = 0;
+  for (int g = begin; g < end; ++g) {
+    const int cost = group_tiles(p, g) + kFixedTiles;
+    own += cost;
+    most = max(most, cost);
+  }
   int inclusive = own;
   for (int offset = 1; offset < 32; offset *= 2) {
     const int other = __shfl_up_sync(0xffffffffu, inclusive, offset);
     if (tid % 32 >= offset) inclusive += other;
   }
-  if (tid % 32 == 31) s.partial_sum[tid / 32] = inclusive;
+  for (int offset = 16; offset > 0; offset /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, offset));
+  if (tid % 32 == 31) {
+    s.partial_sum[tid / 32] = inclusive;
+    s.partial_most[tid / 32] = most;
+  }
   __syncthreads();
   int before = 0, total = 0;
   for (int w = 0; w < kWarps; ++w) {
     if (w < tid / 32) before += s.partial_sum[w];
     total += s.partial_sum[w];
+    most = max(most, s.partial_most[w]);
   }
   int start = before + inclusive - own;
-  const int payload = max((total + schedule.num_parts - 1) / schedule.num_parts, kMinPartTiles);
+  int payload = max((total + schedule.num_parts - 1) / schedule.num_parts, kMinPartTiles);
+  // Groups that are all alike are not cut where whole ones make parts that are little longer: a cut costs a second
+  // query, two partial results and their merge.
+  const int whole = (payload + most - 1) / most * most;
+  if (total == schedule.num_groups * most && whole - payload <= payload / kWholeGain) payload = whole;
   const int target = part * payload;
   if (tid == 0) {
     s.payload = payload;
