@@ -67,9 +67,10 @@ void run_here(const Params& params, const std::string& impl) {
 
 /// Names of the implementations, the oracle left out, that run here and take these arguments; printed. Fails where
 /// there is none unless `may_be_none`; a refusal is printed with its reason. across_batches: only those whose bits do
-/// not depend on the rest of the batch.
+/// not depend on the rest of the batch. not_on_cuda: why the case is none for a GPU.
 template <class Params>
-std::vector<std::string> taking(const Params& params, bool may_be_none = false, bool across_batches = false) {
+std::vector<std::string> taking(const Params& params, bool may_be_none = false, bool across_batches = false,
+                                const char* not_on_cuda = nullptr) {
   std::vector<std::string> names;
   bool on_cpu = false, on_cuda = false;
   std::string reasons;
@@ -78,6 +79,7 @@ std::vector<std::string> taking(const Params& params, bool may_be_none = false, 
     const bool cuda = info.device == gannet::DeviceKind::kCuda;
     std::string why;
     if (!info.runs_here) why = "does not run here";
+    else if (cuda && not_on_cuda != nullptr) why = std::string("left out: ") + not_on_cuda;
     else if (across_batches && !info.batch_invariant) why = "left out: its bits depend on the batch";
     else if (!takes(info.name, params, &why)) why = "refuses: " + why;
     std::printf("%s %s%s%s\n", info.op.c_str(), info.name.c_str(), why.empty() ? "" : " ", why.c_str());

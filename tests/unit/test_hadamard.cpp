@@ -94,7 +94,7 @@ TEST(Hadamard, OnADeviceTheBitsAreTheHosts) {
   for (const DType dtype : {DType::kF32, DType::kBf16}) {
     for (const int64_t n : {1, 2, 8, 16, 32, 64, 128, 256, 512, 1024}) {
       constexpr int64_t kRows = 7, kHeads = 3;
-      const int64_t pitch = n + 8;
+      const int64_t pitch = (n + 15) / 8 * 8;  // rows begin at multiples of 16 bytes
       const auto element = static_cast<int64_t>(size_of(dtype));
       const int64_t bytes = kRows * kHeads * pitch * element;
       Tensor x(dtype, {kRows, kHeads, pitch}), y(dtype, {kRows, kHeads, pitch}), back(dtype, {kRows, kHeads, pitch});
