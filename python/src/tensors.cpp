@@ -150,7 +150,7 @@ bool Reader::from_torch(nb::handle object, const char* name, TensorView& v) {
   return true;
 }
 
-/// NumPy (__array_interface__) and CuPy (__cuda_array_interface__). Their DLPack knows nothing of ml_dtypes.
+/// NumPy (__array_interface__), CuPy and JAX (__cuda_array_interface__). Their DLPack knows nothing of ml_dtypes.
 bool Reader::from_interface(nb::handle object, const char* name, const char* attribute, DeviceKind kind, TensorView& v,
                             bool& writable) {
   const nb::object interface = nb::getattr(object, attribute, nb::none());
@@ -184,7 +184,9 @@ bool Reader::from_interface(nb::handle object, const char* name, const char* att
   if (kind == DeviceKind::kCuda) {
     const nb::object device = nb::getattr(object, "device", nb::none());
     v.device = {kind, device.is_none() ? 0 : nb::cast<int>(nb::getattr(device, "id", nb::int_(0)))};
-    if (stream_of_ == StreamOf::kNobody) stream_of_ = StreamOf::kCupy;
+    // JAX computes its arrays on streams of its own, which nobody can be asked for: they are waited for here.
+    if (nb::hasattr(object, "block_until_ready")) object.attr("block_until_ready")();
+    else if (stream_of_ == StreamOf::kNobody) stream_of_ = StreamOf::kCupy;
   }
   return true;
 }

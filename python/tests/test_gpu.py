@@ -143,3 +143,21 @@ def test_the_hosts_share_of_a_call(rng):
     best = min(once() for _ in range(5)) - min(sliced() for _ in range(5))
     print(f"a call of an empty mla_decode: {best:.2f} us on the host")
     assert best < 6
+
+
+def test_jax_arrays_are_read(rng, monkeypatch):
+    """Inputs that JAX is still computing, an output of PyTorch's; an output that is not beside them is refused."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    if jax.default_backend() != "gpu":
+        pytest.skip("this JAX has no GPU")
+    q, cache, table, lens = problem(rng)
+    jq, jcache = (jax.device_put(t.float().cpu().numpy()).astype(jax.numpy.bfloat16) for t in (q, cache))
+    jtable, jlens = (jax.device_put(t.cpu().numpy()) for t in (table, lens))
+    out = torch.full((3, 16, 512), torch.nan, dtype=torch.bfloat16, device="cuda")
+    gannet.mla_decode(jq, gannet.LatentCache(jcache), jtable, jlens, softmax_scale=0.07, out=out)
+    assert torch.equal(out, gannet.mla_decode(q, gannet.LatentCache(cache), table, lens, softmax_scale=0.07))
+    with pytest.raises(gannet.InvalidArgumentError, match="out is on cpu; the first argument is on cuda:0"):
+        gannet.mla_decode(jq, gannet.LatentCache(jcache), jtable, jlens, softmax_scale=0.07, out=out.cpu())
+    with pytest.raises(TypeError, match=r"give them \(out=\.\.\.\)"):
+        gannet.mla_decode(jq, gannet.LatentCache(jcache), jtable, jlens, softmax_scale=0.07)

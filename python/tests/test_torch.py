@@ -111,7 +111,8 @@ def test_pools_are_torch_memory_by_dlpack(rng):
 def test_jax_arrays_are_read(rng):
     jax = pytest.importorskip("jax", reason="JAX is not installed")
     q, cache, table, lens = problem(rng)
-    j = [jax.numpy.asarray(t.numpy()) for t in (q, cache, table, lens)]
+    cpu = jax.devices("cpu")[0]  # where `out` is: by default JAX takes a GPU (test_gpu.py)
+    j = [jax.device_put(t.numpy(), cpu) for t in (q, cache, table, lens)]
     out = gannet.mla_decode(
         j[0], gannet.LatentCache(j[1]), j[2], j[3], softmax_scale=0.1, out=np.empty((2, 8, 512), np.float32)
     )
