@@ -531,9 +531,10 @@ __global__ void __launch_bounds__(kThreads, 1)
           float own = 0.0f;
 #pragma unroll
           for (int j = 0; j < kGroups; ++j) {
-            const uint32_t pair = round_to_bf16x2(exp2_approx(fmaf(x[j][2 * half], scale, -shift)),
-                                                  exp2_approx(fmaf(x[j][2 * half + 1], scale, -shift)));
-            own += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xffff0000u);  // what multiplies V is summed
+            const float w0 = exp2_approx(fmaf(x[j][2 * half], scale, -shift));
+            const float w1 = exp2_approx(fmaf(x[j][2 * half + 1], scale, -shift));
+            const uint32_t pair = round_to_bf16x2(w0, w1);
+            own += w0 + w1;  // not the rounded ones, over which an LSE of few keys would be off by 2^-9
             const int piece = warp_n * kGroups + j;
             *reinterpret_cast<uint32_t*>(weights + row * 128 + (piece ^ (row % 8)) * 16 + 4 * quad) = pair;
           }

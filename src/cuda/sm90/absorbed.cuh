@@ -636,7 +636,8 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
       }
     };
     // Weights of the own tile over the maxima `before`: to `own` and to shared memory; new maxima to `top`, the scale
-    // of what was summed before to `factor`, the sums of the weights as rounded to `own_sum`.
+    // of what was summed before to `factor`, the sums of the weights to `own_sum`: before they are rounded, since an LSE
+    // of rounded ones would be off by 2^-9 over few keys (FlashMLA's own tests allow 2^-13).
     auto softmax = [&](auto wg, const float(&before)[2]) {
       own_sum[0] = own_sum[1] = 0.0f;
       float m[2] = {-INFINITY, -INFINITY};
@@ -663,7 +664,7 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
           const float w1 = exp2_fast(fmaf(score[4 * j + 2 * half + 1], scale_log2, -shift[half]));
           uint32_t packed;
           asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(w1), "f"(w0));
-          own_sum[half] += __uint_as_float(packed << 16) + __uint_as_float(packed & 0xffff0000u);
+          own_sum[half] += w0 + w1;
           own[j / 2][half + 2 * (j % 2)] = packed;
         }
         // P to shared memory for the other warpgroup: row r, 16-byte piece j, this thread's four bytes of it.
