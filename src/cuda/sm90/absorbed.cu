@@ -75,9 +75,6 @@ void launch(const char* function, Problem& p, const Shape& s, Device device, con
   launch_kernel(function, absorbed_kernel<Problem, kPages>,
                 {.blocks = int64_t{l.num_parts} * l.lane_blocks, .threads = kThreads, .shared_bytes = kSharedBytes},
                 c.stream, p, schedule, map);
-  // The same division of L1 and shared memory as the attention's, so that no SM has to change it between the two.
-  GANNET_CUDA(function, cudaFuncSetAttribute(combine_kernel<Problem>, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                             cudaSharedmemCarveoutMaxShared));
   const int64_t merges = int64_t{l.num_slots} * s.lanes_per_group * kSlices;  // as many as there can be
   launch_kernel(function, combine_kernel<Problem>,
                 {.blocks = std::min<int64_t>(2 * l.sms, merges), .threads = kCombineThreads}, c.stream, p, schedule);
