@@ -150,6 +150,13 @@ bool Reader::from_torch(nb::handle object, const char* name, TensorView& v) {
   return true;
 }
 
+/// Waits for an array that JAX may still be computing, on threads or streams of its own; false: it is not JAX's.
+static bool wait_for_jax(nb::handle object) {
+  if (!nb::hasattr(object, "block_until_ready")) return false;
+  object.attr("block_until_ready")();
+  return true;
+}
+
 /// NumPy (__array_interface__), CuPy and JAX (__cuda_array_interface__). Their DLPack knows nothing of ml_dtypes.
 bool Reader::from_interface(nb::handle object, const char* name, const char* attribute, DeviceKind kind, TensorView& v,
                             bool& writable) {
@@ -184,15 +191,14 @@ bool Reader::from_interface(nb::handle object, const char* name, const char* att
   if (kind == DeviceKind::kCuda) {
     const nb::object device = nb::getattr(object, "device", nb::none());
     v.device = {kind, device.is_none() ? 0 : nb::cast<int>(nb::getattr(device, "id", nb::int_(0)))};
-    // JAX computes its arrays on streams of its own, which nobody can be asked for: they are waited for here.
-    if (nb::hasattr(object, "block_until_ready")) object.attr("block_until_ready")();
-    else if (stream_of_ == StreamOf::kNobody) stream_of_ = StreamOf::kCupy;
+    if (!wait_for_jax(object) && stream_of_ == StreamOf::kNobody) stream_of_ = StreamOf::kCupy;
   }
   return true;
 }
 
 bool Reader::from_capsule(nb::handle object, const char* name, TensorView& v, bool& writable) {
   if (!nb::hasattr(object, "__dlpack__")) return false;
+  wait_for_jax(object);
   nb::object capsule;
   try {
     capsule = object.attr("__dlpack__")(nb::arg("max_version") = nb::make_tuple(1, 0));
