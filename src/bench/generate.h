@@ -24,9 +24,9 @@ struct GenerateGrid {
 void run_generate(const Context& context, const GenerateGrid& grid, const std::string& impl, int rounds,
                   LatentFormat latent, IndexKFormat index, const Roofs& roofs, std::ostream& out, std::ostream* json);
 
-/// Decode steps of `batch` requests on a CUDA device, as `gannet generate --device cuda` runs them: bf16, a graph a step.
-/// Each step is timed by itself on the host, with its wait for the tokens. Prints median and spread of new_tokens steps,
-/// and how long the first one of its shape took; appends a JSON line to the file unless its name is empty.
+/// Decode steps of `batch` requests on a CUDA device, as `gannet generate --device cuda` runs them: bf16, a graph a
+/// step. Each step is timed by itself on the host, with its wait for the tokens. Prints median and spread of new_tokens
+/// steps, and how long the first one of its shape took; appends a JSON line to the file unless its name is empty.
 void run_decode_steps(const Context& context, const GenerateGrid& grid, int batch, const std::string& impl,
                       LatentFormat latent, IndexKFormat index, const std::string& json_file, std::ostream& out);
 

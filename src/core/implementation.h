@@ -59,7 +59,7 @@ GANNET_FOR_EACH_OP(GANNET_ENTRY)
 #undef GANNET_ENTRY
 
 namespace cpu {
-const ImplementationSet& portable_set() noexcept;     // src/cpu/portable/set.cpp
+const ImplementationSet& portable_set() noexcept;  // src/cpu/portable/set.cpp
 // src/cpu/<name>/set.cpp, or the stubs in src/cpu/no_x86.cpp
 const ImplementationSet& amx_bf16_set() noexcept;
 const ImplementationSet& avx2_set() noexcept;

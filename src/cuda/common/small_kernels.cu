@@ -36,9 +36,7 @@ void launch_gather_int32_rows(const RowList& list, int n, const int32_t* from, i
                 from_stride, to, to_stride, width, fill);
 }
 
-void launch_signal(uint64_t* counter, Stream stream) {
-  launch_kernel("signal", signal_kernel, {}, stream, counter);
-}
+void launch_signal(uint64_t* counter, Stream stream) { launch_kernel("signal", signal_kernel, {}, stream, counter); }
 
 }  // namespace cuda
 }  // namespace v0

@@ -95,9 +95,9 @@ struct Shared {
   int64_t query_at[kLanes];                   // where a lane's query begins, in elements; -1: no such lane
   alignas(16) uint8_t state[kStages][kKeys];  // of each key of a stage
   int first_group, end_group, first_start;
-  int payload, total;                        // of the line where it is cut; payload 0: the part has whole groups
-  int piece;                                 // longest piece in tiles where each part has one, else 0
-  int piece_first, piece_last, piece_tiles;  // of the only piece: its tiles, and those of its group
+  int payload, total;                          // of the line where it is cut; payload 0: the part has whole groups
+  int piece;                                   // longest piece in tiles where each part has one, else 0
+  int piece_first, piece_last, piece_tiles;    // of the only piece: its tiles, and those of its group
   alignas(16) int partial_sum[kThreads / 32];  // read by 16 bytes, which must not take its neighbours along
 };
 
@@ -636,8 +636,8 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
       }
     };
     // Weights of the own tile over the maxima `before`: to `own` and to shared memory; new maxima to `top`, the scale
-    // of what was summed before to `factor`, the sums of the weights to `own_sum`: before they are rounded, since an LSE
-    // of rounded ones would be off by 2^-9 over few keys (FlashMLA's own tests allow 2^-13).
+    // of what was summed before to `factor`, the sums of the weights to `own_sum`: before they are rounded, since an
+    // LSE of rounded ones would be off by 2^-9 over few keys (FlashMLA's own tests allow 2^-13).
     auto softmax = [&](auto wg, const float(&before)[2]) {
       own_sum[0] = own_sum[1] = 0.0f;
       float m[2] = {-INFINITY, -INFINITY};
