@@ -1,7 +1,7 @@
 // How an implementation of an operation is described, and the sets that hold them.
 //
-// A set is one way to run every operation: "portable", "avx512_bf16", "ref", later a GPU architecture. It is a plain
-// constant: nothing registers itself at start-up. An entry with run == nullptr is not offered by that set.
+// A set is one way to run operations: "portable", "avx512_bf16", "cuda_mma", "ref". It is a plain constant: nothing
+// registers itself at start-up. An entry with run == nullptr is not offered by that set (fast ones of a GPU have few).
 #pragma once
 
 #include <cstddef>
