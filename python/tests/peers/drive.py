@@ -4,6 +4,9 @@
     git clone https://github.com/deepseek-ai/DeepGEMM local/DeepGEMM          # at commit 54e2261
     python python/tests/peers/drive.py --flash-mla local/FlashMLA --deep-gemm local/DeepGEMM [--every N] [--seconds S] [--only SUITE]
 
+The 7,000 cases of FlashMLA take hours one after the other, most of it in their references: `--shard I/N` lets N processes share them,
+and `--done FILE` notes each case's result there as a JSON line and leaves out what the file says is done (a failed case is run again).
+
 Suites: dense, sparse_decode, sparse_prefill, mqa, paged. A case is passed, failed, or outside of what the drop-ins offer (they raise
 NotImplementedError: head dim 512, extra caches, fp4, fp16). Every case's calls of our operations are counted: one that made none has
 failed. Only what is measured is left out: performance loops, and a pause between cases. Exit code 0: nothing failed.
@@ -14,6 +17,7 @@ import ast
 import collections
 import dataclasses
 import importlib
+import json
 import pathlib
 import sys
 import time
@@ -46,29 +50,37 @@ class Suite:
 
     def run(self, case, text):
         """case() returns False or raises where it fails. Returns True so that a peer's own loop goes on."""
+        number = self.seen
         self.seen += 1
-        if (self.seen - 1) % self.options.every:
+        if number % self.options.every:
+            return True
+        if number // self.options.every % self.options.shards != self.options.shard:
+            return True
+        if (self.name, number) in self.options.results:
+            self.counts[self.options.results[self.name, number] + ", as noted"] += 1
             return True
         if time.time() - self.start > self.options.seconds:
             self.counts["not reached in time"] += 1
             return True
-        before = sum(CALLS.values())
+        before, start = sum(CALLS.values()), time.time()
         try:
-            passed = case() is not False
+            result = "FAILED" if case() is False else "passed"
             if sum(CALLS.values()) == before:
-                passed, text = False, text + ": made no call of ours"
-            self.counts["passed" if passed else "FAILED"] += 1
+                result, text = "FAILED", text + ": made no call of ours"
         except NotImplementedError as e:
-            passed = True
-            self.counts[f"outside ({str(e).split(': ', 1)[-1]})"] += 1
+            result = f"outside ({str(e).split(': ', 1)[-1]})"
         except Exception as e:  # whatever a peer's test raises is its verdict
-            passed = False
-            self.counts["FAILED"] += 1
+            result = "FAILED"
             text += f": {type(e).__name__}: {str(e)[:300]}"
             if not self.failures:
                 traceback.print_exc()
-        if not passed:
+        self.counts[result] += 1
+        if result == "FAILED":
             self.failures.append(text)
+        elif self.options.done:
+            line = {"suite": self.name, "number": number, "case": text, "result": result, "s": round(time.time() - start, 3)}
+            with self.options.done.open("a") as file:  # opened anew, so that processes can share it
+                file.write(json.dumps(line) + "\n")
         return True
 
     def report(self):
@@ -189,7 +201,19 @@ def main():
     parser.add_argument("--every", type=int, default=1, help="each Nth case")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for each suite")
     parser.add_argument("--only", action="append", help="a suite")
+    parser.add_argument("--shard", default="0/1", metavar="I/N", help="of N processes, the Ith (from 0)")
+    parser.add_argument("--done", type=pathlib.Path, help="results so far, as JSON lines; grows")
     options = parser.parse_args()
+    try:
+        options.shard, options.shards = map(int, options.shard.split("/"))
+    except ValueError:
+        parser.error(f"--shard {options.shard}: I/N is accepted, as in 0/8")
+    if not 0 <= options.shard < options.shards:
+        parser.error(f"--shard {options.shard}/{options.shards}: I from 0 to N - 1 is accepted")
+    options.results = {}
+    if options.done and options.done.exists():
+        for line in map(json.loads, options.done.read_text().splitlines()):
+            options.results[line["suite"], line["number"]] = line["result"]
     if gannet.cuda_device_count() == 0:
         sys.exit(f"drive.py: the peers' tests need a GPU: {gannet.why_no_cuda()}")
     count_calls()
