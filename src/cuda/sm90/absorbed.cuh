@@ -25,11 +25,15 @@
 // tile's left half is under way while this one's right half is still being read.
 //
 // Hazards, and why there are no more barriers than these. A half is released by the warpgroup that multiplies it; the
-// other one may have scored it, but it did that before it announced the weights (barriers 2 and 3) which that product
-// needs. sP0 is rewritten for pair p + 1 after the right half of its even tile has arrived, which needs warpgroup 1's
-// release of the stage, which comes after the product that reads sP0; for sP1, the left half and warpgroup 0 likewise.
-// Maxima, scales and states are read before the release too. The loader waits in the order left, right, left, right:
-// no consumer waits for a half before it has released what the loader needs to get there.
+// other one may have scored it, but it did that before it announced the weights which that product needs. sP0 is
+// rewritten for pair p + 1 after the right half of its even tile has arrived, which needs warpgroup 1's release of the
+// stage, which comes after the product that reads sP0; for sP1, the left half and warpgroup 0 likewise. Maxima, scales
+// and states are read before the release too. The loader waits in the order left, right, left, right: no consumer waits
+// for a half before it has released what the loader needs to get there. Weights are announced at mbarriers of one bit
+// of phase; neither warpgroup announces twice before the other has waited, by the same argument.
+//
+// Every thread arrives for what it wrote or read itself. One for a warp after a __syncwarp would do, and so would
+// bar.arrive for the weights, but compute-sanitizer's racecheck follows neither (docs/kernels/mla_decode_sm90.md).
 //
 // Keys that lanes must not see. Beyond the last lane's bound a page holds anything, NaN too, and 0 x NaN is NaN: the
 // scoring warpgroup overwrites such rows by zeros before it announces the weights. Keys that only some lanes see lose
@@ -73,8 +77,15 @@ constexpr int kStageBytes = kBlocks * kBlockBytes;       // 73,728
 constexpr int kWeightBytes = kBlockBytes;                // 8,192
 constexpr int kAlignment = 1024;                         // of a swizzled block
 constexpr int kTileBytes = kQueryBytes + kStages * kStageBytes + 2 * kWeightBytes;
-constexpr int kHalf = kLatent / 2;                                // columns of O a warpgroup has
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 128 * 40 + 256 * 232 = 64,512 of 65,536
+constexpr int kHalf = kLatent / 2;  // columns of O a warpgroup has
+// Of a thread: 128 loaders and 256 consumers share 64,512. At 232 the consumers spill 28 to 40 bytes in their softmax;
+// with 24 only a loader that finds pages row by row spills (84 bytes).
+template <class Problem, bool kPages>
+constexpr bool kSlimLoader = kPages || !std::is_same_v<Problem, Dense>;
+template <class Problem, bool kPages>
+constexpr int kProducerRegisters = kSlimLoader<Problem, kPages> ? 24 : 40;
+template <class Problem, bool kPages>
+constexpr int kConsumerRegisters = kSlimLoader<Problem, kPages> ? 240 : 232;
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
 constexpr int kLeft = 0, kRight = 1;
 constexpr int kMaxParts = 256;
@@ -89,6 +100,7 @@ struct Schedule {
 
 struct Shared {
   uint64_t full[kStages][2], empty[kStages][2];
+  uint64_t weights[2];  // of each warpgroup: P of its tile, its maxima and scales are there
   float max0[kLanes], max1[kLanes], scale0[kLanes], scale1[kLanes], sum0[kLanes], sum1[kLanes];
   int bounds[kLanes];
   int row_of_lane[kLanes];                    // among the group's
@@ -389,11 +401,10 @@ __device__ void produce_rows(const Problem& p, const Schedule& schedule, Shared&
             copy_async_16(target + b * kBlockBytes, source + b * 128 + piece * 16, ok);
         }
       };
-      // Each thread arrives when its copies have landed, and with the left half each warp for its states. The
+      // Each thread arrives when its copies have landed, and with the left half those that wrote states. The
       // consumers' fence makes the copies visible to the tensor cores: here it would wait for those that are under way.
       copy(std::integral_constant<int, 0>{}, std::integral_constant<int, kLeftBlocks>{});
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.full[stage][kLeft]);
+      if (piece == 0) mbarrier_arrive(&s.full[stage][kLeft]);
       copy_async_arrive(&s.full[stage][kLeft]);
       mbarrier_wait(&s.empty[stage][kRight], parity);
       copy(std::integral_constant<int, kLeftBlocks>{}, std::integral_constant<int, kBlocks>{});
@@ -450,8 +461,8 @@ __device__ inline void produce_pages(const Dense& p, const Schedule& schedule, S
                          high = there && key0 + key + 1 < most ? kPresent : kAbsent;
           *reinterpret_cast<uint16_t*>(&s.state[stage][key]) = static_cast<uint16_t>(low | high << 8);
         }
-        __syncwarp();
         if (lane == 0) copy_blocks(kLeft, 0, kLeftBlocks);
+        else mbarrier_arrive(&s.full[stage][kLeft]);  // for its states
         mbarrier_wait(&s.empty[stage][kRight], parity);
         if (lane == 0) copy_blocks(kRight, kLeftBlocks, kBlocks);
         __syncwarp();
@@ -503,7 +514,8 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
   const uint32_t stage_address = shared_address(stages);
   const uint64_t query_operand = k_major(shared_address(query));
   const bool slot_of_group = schedule.num_slots == schedule.num_groups;
-  int count = 0;  // tiles consumed
+  int count = 0;        // tiles consumed
+  uint32_t parity = 0;  // of the other's weights
   int4 cut = {-1, part, 1, 0};
   Walk walk(s);
   while (walk.next(p, schedule, s, part)) {
@@ -572,8 +584,13 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
       mbarrier_wait(&s.full[n % kStages][half], n / kStages & 1);
       if constexpr (!kPages) fence_async_shared();
     };
+    auto announce_weights = [&] { mbarrier_arrive(&s.weights[self]); };
+    auto wait_weights = [&] {  // of the other warpgroup
+      mbarrier_wait(&s.weights[1 - self], parity);
+      parity ^= 1;
+    };
     auto release = [&](int n, int half) {
-      if (lane == 0) mbarrier_arrive(&s.empty[n % kStages][half]);
+      if (lane < kReleasingLanes) mbarrier_arrive(&s.empty[n % kStages][half]);
     };
     // Scores of a tile, by halves, each a round of four steps for each 64 columns. The product of the turn before may
     // still be under way; between the halves it is done, and `done` may release what it read.
@@ -584,7 +601,7 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
       if ((tile + 1) * kKeys > least && (kPages || least < most)) {
         wait_full(n, kRight);
         mend_tile(stages + n % kStages * kStageBytes, s.state[n % kStages], tile * kKeys, least, most, tid);
-        named_barrier_sync(4 + wg, 128);
+        named_barrier_sync(2 + wg, 128);
       }
       const uint64_t keys = k_major(stage_address + n % kStages * kStageBytes);
       auto round = [&](int b, bool first) {
@@ -728,7 +745,7 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
         const float before[2] = {top[0], top[1]};
         if (needs_masks(even, tile)) mask(even, tile);
         softmax(kFirst, before);
-        named_barrier_arrive(2, kConsumerThreads);
+        announce_weights();
         sum[0] = sum[0] * factor[0] + own_sum[0], sum[1] = sum[1] * factor[1] + own_sum[1];
         rescale(factor[0], factor[1]);
         multiply_own(kFirst, even);
@@ -738,7 +755,7 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
         release(even, kLeft);
         if (pair + 1 >= tiles) break;
         wait_full(odd, kLeft);
-        named_barrier_sync(3, kConsumerThreads);  // the odd tile's weights
+        wait_weights();  // of the odd tile
         const float scale1[2] = {s.scale1[row], s.scale1[row + 8]};
         top[0] = s.max1[row], top[1] = s.max1[row + 8];
         sum[0] *= scale1[0], sum[1] *= scale1[1];
@@ -756,7 +773,7 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
         const int even = count + pair, odd = even + 1, tile = walk.first_tile + pair;
         const bool has_odd = pair + 1 < tiles;
         if (has_odd) score_tile(kSecond, odd, tile + 1, [] {});
-        named_barrier_sync(2, kConsumerThreads);  // the even tile's weights
+        wait_weights();  // of the even tile
         const float before[2] = {s.max0[row], s.max0[row + 8]};
         const float scale0[2] = {s.scale0[row], s.scale0[row + 8]};
         sum[0] *= scale0[0], sum[1] *= scale0[1];
@@ -770,7 +787,7 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
           break;
         }
         softmax(kSecond, before);  // while the tensor cores multiply
-        named_barrier_arrive(3, kConsumerThreads);
+        announce_weights();
         sum[0] = sum[0] * factor[0] + own_sum[0], sum[1] = sum[1] * factor[1] + own_sum[1];
         wgmma_wait<0>();
         hold_registers(o);
@@ -889,10 +906,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     if constexpr (kPages) prefetch_map(map);
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&s.full[i][kLeft], kPages ? 1 : kProducerThreads + kProducerThreads / 32);
+      mbarrier_init(&s.full[i][kLeft], kPages ? 32 : kProducerThreads + kProducerThreads / 8);
       mbarrier_init(&s.full[i][kRight], kPages ? 1 : kProducerThreads);
-      for (int half = 0; half < 2; ++half) mbarrier_init(&s.empty[i][half], kConsumerThreads / 2 / 32);
+      for (int half = 0; half < 2; ++half)
+        mbarrier_init(&s.empty[i][half], kConsumerThreads / 2 / 32 * kReleasingLanes);
     }
+    for (uint64_t& b : s.weights) mbarrier_init(&b, kConsumerThreads / 2);
     fence_mbarrier_init();
     s.first_group = schedule.num_groups;
     s.end_group = 0;
@@ -903,10 +922,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   let_next_start();
   find_part(p, schedule, part, s, reinterpret_cast<int*>(weights));
   if (threadIdx.x < kConsumerThreads) {
-    register_increase<kConsumerRegisters>();
+    register_increase<kConsumerRegisters<Problem, kPages>>();
     consume<kPages>(p, schedule, s, query, stages, weights, part, lane_block);
   } else {
-    register_decrease<kProducerRegisters>();
+    register_decrease<kProducerRegisters<Problem, kPages>>();
     if constexpr (kPages) {
       if (threadIdx.x < kConsumerThreads + 32) produce_pages(p, schedule, s, stages, part, lane_block * kLanes, map);
     } else {
