@@ -195,7 +195,10 @@ struct Maker {
     for (int64_t set = 0; set < row.value("sets", 1); ++set) {
       MlaDecode p;
       auto [pages, count] = table(lens);
-      p.q = memory.random(DType::kBf16, {b * s, h, kWidth});
+      // Peers of e4m3 caches take e4m3 queries.
+      const bool narrow = format == LatentFormat::kE4m3;
+      p.q = memory.random(narrow ? DType::kE4m3 : DType::kBf16, {b * s, h, kWidth}, narrow ? 64.0f : 1.0f);
+      if (narrow) p.q_scale = 1.0f / 64.0f;
       p.cache = latent_cache(format, count);
       p.pages = PageTableView::padded(pages);
       p.rows.seq_lens = memory.ints(lens, {b});

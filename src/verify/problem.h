@@ -126,6 +126,7 @@ struct Outputs {
   std::vector<std::vector<std::byte>> bytes;
   std::vector<DType> dtypes;
   std::string fault;  ///< guard bytes, gaps between rows or inputs that changed; empty: none
+  std::string impl;   ///< in a comparison of implementations: whose they are
 
   const std::vector<std::byte>& of(const std::string& name) const;
   std::vector<float> floats(const std::string& name) const;

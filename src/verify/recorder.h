@@ -94,7 +94,8 @@ void check_case(Recorder& r, const Case& c, const Params& params, const Compare&
   Outputs oracle;  // when somebody takes the case
   for_each_impl(r, c, params, [&](const std::string& impl) {
     if (oracle.names.empty()) oracle = run(params, {.impl = "ref", .num_workers = 1, .fp32_outputs = true});
-    const Outputs got = run(params, {.impl = impl});
+    Outputs got = run(params, {.impl = impl});
+    got.impl = impl;
     Worst worst;
     compare(oracle, got, worst);
     if (!got.fault.empty()) worst = {1.0, 0.0, got.fault, true};

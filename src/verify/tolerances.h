@@ -20,13 +20,18 @@ namespace verify {
 
 inline constexpr double kUnitFp32 = 0x1p-24;  // half of the spacing of fp32 at 1
 inline constexpr double kUnitBf16 = 0x1p-8;   // the same of bf16
+inline constexpr double kUnitE4m3 = 0x1p-4;   // the same of e4m3
+// What Hopper's fp8 tensor cores cut off a step of 32 products and the sum so far: 13 bits below the leading bit of the
+// largest.
+inline constexpr double kUnitFp8Sum = 0x1p-13;
 
 /// What an attention operation works on.
 struct AttentionPrecision {
   bool fp32 = false;           ///< an input is fp32, so that the arithmetic is
   bool rounds_inputs = false;  ///< dequantised keys and values may be rounded to bf16
   bool output_bf16 = false;
-  double width = 576;  ///< terms of a score
+  bool fp8_products = false;  ///< weights are rounded to e4m3, products added by fp8 tensor cores
+  double width = 576;         ///< terms of a score
   double num_keys = 1;
   double score_deviation = 1;  ///< RMS of the scores that enter the softmax
 };
@@ -46,7 +51,11 @@ inline double attention_tolerance(const AttentionPrecision& p) {
   // P to bf16: one unit. Keys to bf16: a relative change of each product moves a score by u times its deviation, and
   // the values by u.
   const double inputs = p.rounds_inputs ? kUnitBf16 * (p.score_deviation + 1.0) : 0.0;
-  return kUnitBf16 + inputs + output +
+  // P to e4m3 instead, and cuts of every step of 32, all of one sign at worst.
+  constexpr double kStep = 32.0;
+  const double fp8 =
+      p.fp8_products ? kUnitE4m3 + kUnitFp8Sum / kStep * (p.width * p.score_deviation + p.num_keys) : 0.0;
+  return kUnitBf16 + inputs + output + fp8 +
          kUnitFp32 * (4.0 * std::sqrt(p.width) * p.score_deviation + 2.0 * std::sqrt(p.num_keys) + 16.0);
 }
 
@@ -78,7 +87,6 @@ inline double logit_tolerance(double head_dim, double num_heads, double bound) {
 /// values that is the sum, up to a quarter of ||q|| ||k||; 33 cuts of random sign are 1.7 units of it, those of four
 /// steps 3.4, the worst of some thousand logits four times that: 4 units of ||q|| ||k||. Heads err independently.
 inline double fp8_logit_tolerance(double head_dim, double num_heads, double bound) {
-  constexpr double kUnitFp8Sum = 0x1p-13;
   return logit_tolerance(head_dim, num_heads, bound) + 4.0 * kUnitFp8Sum * bound / std::sqrt(num_heads);
 }
 

@@ -52,17 +52,20 @@ CUtensorMap map_rows(const char* function, const TensorView& t, int box_rows) {
 CUtensorMap map_pages(const char* function, const LatentCacheView& cache, int box_rows) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = encode_function(function);
   const int64_t width = cache.geometry.latent_dim + cache.geometry.rope_dim, row_bytes = cache.row_stride();
+  const bool bytes = cache.format == LatentFormat::kE4m3;
   // The stride of a single page is never used, but must be a legal one.
   const int64_t page_stride = cache.num_pages > 1 ? cache.page_stride_bytes : cache.page_size * row_bytes;
   const cuuint64_t dims[] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(cache.page_size),
                              static_cast<cuuint64_t>(cache.num_pages)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(row_bytes), static_cast<cuuint64_t>(page_stride)};
-  const cuuint32_t box[] = {kMapColumns, static_cast<cuuint32_t>(box_rows), 1};
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(bytes ? kMapByteColumns : kMapColumns),
+                            static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t steps[] = {1, 1, 1};
   CUtensorMap map{};
-  const CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, cache.data, dims, strides, box, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status =
+      encode(&map, bytes ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, cache.data, dims,
+             strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS)
     fail(ErrorCode::kDevice, function,
          "cuTensorMapEncodeTiled returned {} for a cache of {} pages of {} rows at {} with strides of {} and {} bytes",

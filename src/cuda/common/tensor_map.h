@@ -11,7 +11,8 @@ namespace gannet {
 inline namespace v0 {
 namespace cuda {
 
-constexpr int kMapColumns = 64;  // bf16 values of a box's row: 128 bytes, the width of the swizzle
+constexpr int kMapColumns = 64;       // bf16 values of a box's row: 128 bytes, the width of the swizzle
+constexpr int kMapByteColumns = 128;  // e4m3 values of one
 
 /// A bf16 tensor [rows, heads, width] or [rows, width], to be read in boxes of box_rows rows of one head and
 /// kMapColumns columns into the 128-byte swizzle (common/wgmma.cuh). Coordinates are column, head, row; rows beyond the
@@ -19,9 +20,10 @@ constexpr int kMapColumns = 64;  // bf16 values of a box's row: 128 bytes, the w
 /// Error(kDevice) naming `function` where the driver has no such call or refuses.
 CUtensorMap map_rows(const char* function, const TensorView& t, int box_rows);
 
-/// A cache of bf16 rows that lie one behind the other in a page, as [pages, rows of a page, columns], to be read in
-/// boxes of box_rows rows of one page and kMapColumns columns (coordinates: column, row, page). The cache has a page,
-/// and its data and page stride are multiples of 16 bytes. Throws as map_rows does.
+/// A cache of bf16 or e4m3 rows that lie one behind the other in a page, as [pages, rows of a page, columns], to be
+/// read in boxes of box_rows rows of one page and kMapColumns or kMapByteColumns columns (coordinates: column, row,
+/// page); columns beyond the row read as zeros. The cache has a page, and its data and page stride are multiples of 16
+/// bytes. Throws as map_rows does.
 CUtensorMap map_pages(const char* function, const LatentCacheView& cache, int box_rows);
 
 }  // namespace cuda

@@ -5,6 +5,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/common/tensor_map.h"
 #include "cuda/sm90/absorbed.cuh"
+#include "cuda/sm90/absorbed_fp8.cuh"
 #include "cuda/sm90/set.h"
 
 namespace gannet {
@@ -59,9 +60,10 @@ void fill_common(Common& c, const Params& p) {
   c.lse_row_stride = p.lse.given() ? p.lse.stride[0] : 0;
 }
 
-template <bool kPages, class Problem>
-void launch(const char* function, Problem& p, const Shape& s, Device device, const RunContext& c,
-            const CUtensorMap& map) {
+/// `kernel` and the merge of what it cut.
+template <class Problem>
+void launch(const char* function, void (*kernel)(Problem, Schedule, CUtensorMap), size_t shared_bytes, Problem& p,
+            const Shape& s, Device device, const RunContext& c, const CUtensorMap& map) {
   const DeviceGuard guard(function, device.index);
   const Layout l = layout_of(function, s, device.index);
   p.partial = reinterpret_cast<float*>(c.workspace + l.cut_bytes);
@@ -72,22 +74,34 @@ void launch(const char* function, Problem& p, const Shape& s, Device device, con
   schedule.lane_blocks = l.lane_blocks;
   schedule.num_groups = static_cast<int>(s.num_groups);
   schedule.num_slots = l.num_slots;
-  launch_kernel(function, absorbed_kernel<Problem, kPages>,
-                {.blocks = int64_t{l.num_parts} * l.lane_blocks, .threads = kThreads, .shared_bytes = kSharedBytes},
+  launch_kernel(function, kernel,
+                {.blocks = int64_t{l.num_parts} * l.lane_blocks, .threads = kThreads, .shared_bytes = shared_bytes},
                 c.stream, p, schedule, map);
   const int64_t merges = int64_t{l.num_slots} * s.lanes_per_group * kSlices;  // as many as there can be
   launch_kernel(function, combine_kernel<Problem>,
                 {.blocks = std::min<int64_t>(2 * l.sms, merges), .threads = kCombineThreads}, c.stream, p, schedule);
 }
 
-/// Whether the copy engine can bring the pages of this cache.
+template <bool kPages, class Problem>
+void launch(const char* function, Problem& p, const Shape& s, Device device, const RunContext& c,
+            const CUtensorMap& map) {
+  launch<Problem>(function, absorbed_kernel<Problem, kPages>, kSharedBytes, p, s, device, c, map);
+}
+
+template <int kColumns>
+void launch_fp8(const char* function, Dense& p, const Shape& s, Device device, const RunContext& c,
+                const CUtensorMap& map) {
+  launch<Dense>(function, fp8::absorbed_fp8_kernel<kColumns>, fp8::Config<kColumns>::kSharedBytes, p, s, device, c,
+                map);
+}
+
+}  // namespace
+
 bool has_boxes(const LatentCacheView& c) {
   constexpr int64_t kStrideLimit = int64_t{1} << 40;
   return c.num_pages > 0 && (c.page_size == kKeys / 2 || c.page_size % kKeys == 0) && c.page_stride_bytes % 16 == 0 &&
          c.page_stride_bytes < kStrideLimit && reinterpret_cast<uintptr_t>(c.data) % 16 == 0;
 }
-
-}  // namespace
 
 size_t workspace_mla_decode(const MlaDecode& p, int) {
   return layout_of(MlaDecode::kName, shape_of(p), p.q.device.index).total();
@@ -102,7 +116,15 @@ void run_mla_decode(const MlaDecode& p, const RunContext& c) {
   d.rows = make_rows(p.rows);
   d.pages = make_pages(p.pages);
   d.max_q_len = p.rows.q_len;
-  if (has_boxes(p.cache)) {
+  if (p.cache.format == LatentFormat::kE4m3) {  // has boxes, or the set refuses it
+    d.q_e4m3 = true;
+    d.softmax_scale = p.softmax_scale * p.q_scale * p.cache.scale;
+    const CUtensorMap map = map_pages(MlaDecode::kName, p.cache, std::min(p.cache.page_size, kKeys));
+    const Shape s = shape_of(p);
+    if (s.lanes_per_group <= 16) launch_fp8<16>(MlaDecode::kName, d, s, p.q.device, c, map);
+    else if (s.lanes_per_group <= 32) launch_fp8<32>(MlaDecode::kName, d, s, p.q.device, c, map);
+    else launch_fp8<64>(MlaDecode::kName, d, s, p.q.device, c, map);
+  } else if (has_boxes(p.cache)) {
     const CUtensorMap map = map_pages(MlaDecode::kName, p.cache, std::min(p.cache.page_size, kKeys));
     launch<true>(MlaDecode::kName, d, shape_of(p), p.q.device, c, map);
   } else {

@@ -12,19 +12,29 @@ namespace cuda {
 namespace {
 
 template <class Params>
-std::string refuses_absorbed(const Params& p) {
-  if (p.q.dtype != DType::kBf16) return fmt::format("q is {}; accepted: bf16", to_string(p.q.dtype));
-  const LatentFormat f = p.cache.format;
-  if (f != LatentFormat::kBf16) return fmt::format("the cache is {}; accepted: bf16", to_string(f));
+std::string refuses_shape(const Params& p) {
   const RowGeometry g = p.cache.geometry;
   if (g.latent_dim != 512 || g.rope_dim != 64)
     return fmt::format("rows are {} + {} wide; accepted: 512 + 64", g.latent_dim, g.rope_dim);
   return refuses_options(p);
 }
 
+template <class Params>
+std::string refuses_absorbed(const Params& p) {
+  if (p.q.dtype != DType::kBf16) return fmt::format("q is {}; accepted: bf16", to_string(p.q.dtype));
+  const LatentFormat f = p.cache.format;
+  if (f != LatentFormat::kBf16) return fmt::format("the cache is {}; accepted: bf16", to_string(f));
+  return refuses_shape(p);
+}
+
 std::string refuses_dense(const MlaDecode& p) {
   if (p.rows.cu_q_lens.given()) return "cu_q_lens is given; accepted: q_len rows for each request";
-  return refuses_absorbed(p);
+  if (p.q.dtype != DType::kE4m3 || p.cache.format != LatentFormat::kE4m3) return refuses_absorbed(p);
+  if (std::string refusal = refuses_shape(p); !refusal.empty()) return refusal;
+  if (!sm90::has_boxes(p.cache))
+    return fmt::format("e4m3 pages hold {} tokens, {} bytes apart; accepted: 32 or a multiple of 64 tokens",
+                       p.cache.page_size, p.cache.page_stride_bytes);
+  return {};
 }
 
 /// IndexLogits, or IndexSelect over scores of this set.

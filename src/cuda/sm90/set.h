@@ -17,6 +17,8 @@ size_t workspace_sparse_attention(const SparseAttention& p, int num_workers);
 void run_ragged_prefill(const RaggedPrefill& p, const RunContext& c);
 void run_mla_decode(const MlaDecode& p, const RunContext& c);
 void run_sparse_attention(const SparseAttention& p, const RunContext& c);
+/// Whether the copy engine can bring the pages of this cache: page sizes of 32 and multiples of 64.
+bool has_boxes(const LatentCacheView& c);
 /// Scores a block of rows of a call whose arguments the set takes. No workspace.
 void launch_index_logits(const char* function, const TensorView& q, const TensorView& weights,
                          const IndexCacheView& cache, const PageTableView& pages, const QueryRows& rows,
