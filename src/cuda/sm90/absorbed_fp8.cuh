@@ -34,8 +34,9 @@
 // Keys that lanes must not see: as in absorbed.cuh. e4m3 has NaN and no infinities. Tiles that a pair lacks: its scores
 // are masked, and the other tile's V stands in, so that there is no branch while products are under way.
 //
-// Predicted, pair of tiles with 64 lanes: tensor cores 2,176 cycles, softmax 700, barriers and latencies 500: 1,690 a
-// tile, below the memory's 1,855; with 16 lanes 950. Not yet run on a device.
+// Predicted, pair of tiles with 64 lanes: tensor cores 2,176 cycles, softmax 1,020 (510 instructions a warp, two warps
+// a scheduler), barriers and latencies 500: 1,850 a tile, as the memory needs; with 16 lanes 950. Not yet run on a
+// device.
 #pragma once
 
 #include "cuda/common/wgmma_fp8.cuh"
@@ -76,13 +77,13 @@ struct Config {
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
-/// fp32 as integers of the same order, and back.
-__device__ inline int ordered(float x) {
-  const int bits = static_cast<int>(__float_as_uint(x));
-  return bits >= 0 ? bits : bits ^ 0x7fffffff;
-}
-__device__ inline float from_ordered(int x) {
-  return __uint_as_float(static_cast<uint32_t>(x >= 0 ? x : x ^ 0x7fffffff));
+/// fp32 as integers of the same order, and back: negative numbers have their magnitude's bits turned.
+__device__ inline int turn_negative(int x) { return x ^ (x >> 31 & 0x7fffffff); }
+__device__ inline int ordered(float x) { return turn_negative(static_cast<int>(__float_as_uint(x))); }
+__device__ inline float from_ordered(int x) { return __uint_as_float(static_cast<uint32_t>(turn_negative(x))); }
+/// Maximum in shared memory, without waiting for what was there.
+__device__ inline void raise(int* at, int x) {
+  asm volatile("red.shared.max.s32 [%0], %1;" ::"r"(shared_address(at)), "r"(x) : "memory");
 }
 
 /// Two values as e4m3, `low` in the lower byte. NaN stays NaN.
@@ -296,19 +297,33 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
             score[4 * j + 2 + i] = absent1 || row + 8 >= bound ? -INFINITY : score[4 * j + 2 + i] + add1;
           }
       }
+      // Of the two columns of each j the largest of the eight g, left in the lanes with g % kEights == j: rounds in
+      // which a lane keeps half of its columns and gives the other half away, then rounds of what is left.
+      float m[2 * kEights];
 #pragma unroll
-      for (int j = 0; j < kEights; ++j) {
-        float m[2];
+      for (int c = 0; c < 2 * kEights; ++c) m[c] = fmaxf(score[c / 2 * 4 + c % 2], score[c / 2 * 4 + 2 + c % 2]);
+      auto halve = [&](auto of) {
+        constexpr int kLeft = decltype(of)::value;  // of eights afterwards
+        if constexpr (kLeft < kEights) {
+          const bool upper = (g & kLeft) != 0;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          m[i] = fmaxf(score[4 * j + i], score[4 * j + 2 + i]);
-#pragma unroll
-          for (int offset = 4; offset < 32; offset *= 2) m[i] = fmaxf(m[i], __shfl_xor_sync(0xffffffffu, m[i], offset));
+          for (int c = 0; c < 2 * kLeft; ++c) {
+            const float low = m[c], high = m[c + 2 * kLeft];
+            m[c] = fmaxf(upper ? high : low, __shfl_xor_sync(0xffffffffu, upper ? low : high, 4 * kLeft));
+          }
         }
-        if (j == g) {  // a lane for each pair of columns
-          if (m[0] > -INFINITY) atomicMax(&s.top[turn][8 * j + 2 * t], ordered(m[0] * scale_log2));
-          if (m[1] > -INFINITY) atomicMax(&s.top[turn][8 * j + 2 * t + 1], ordered(m[1] * scale_log2));
-        }
+      };
+      halve(std::integral_constant<int, 4>{});
+      halve(std::integral_constant<int, 2>{});
+      halve(std::integral_constant<int, 1>{});
+#pragma unroll
+      for (int offset = 4 * kEights; offset < 32; offset *= 2)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) m[i] = fmaxf(m[i], __shfl_xor_sync(0xffffffffu, m[i], offset));
+      if (g < kEights) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (m[i] > -INFINITY) raise(&s.top[turn][8 * g + 2 * t + i], ordered(m[i] * scale_log2));
       }
       named_barrier_sync(1, kConsumerThreads);
 
@@ -320,22 +335,23 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
         const int2 now = *reinterpret_cast<const int2*>(&s.top[turn][8 * j + 2 * t]),
                    old = *reinterpret_cast<const int2*>(&s.top[before][8 * j + 2 * t]);
         const float top[2] = {from_ordered(now.x), from_ordered(now.y)};
-        const float factor[2] = {now.x == old.x ? 1.0f : exp2_fast(from_ordered(old.x) - top[0]),
-                                 now.y == old.y ? 1.0f : exp2_fast(from_ordered(old.y) - top[1])};
+        if (__any_sync(0xffffffffu, now.x != old.x || now.y != old.y)) {
+          const float factor[2] = {now.x == old.x ? 1.0f : exp2_fast(from_ordered(old.x) - top[0]),
+                                   now.y == old.y ? 1.0f : exp2_fast(from_ordered(old.y) - top[1])};
+          sum[2 * j] *= factor[0], sum[2 * j + 1] *= factor[1];
+#pragma unroll
+          for (int e = 0; e < kParts64; ++e) {
+            o[e][4 * j] *= factor[0], o[e][4 * j + 1] *= factor[1];
+            o[e][4 * j + 2] *= factor[0], o[e][4 * j + 3] *= factor[1];
+          }
+        }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           // Where nothing has been seen yet -inf stays -inf, a weight of 0.
           const float shift = top[i] == -INFINITY ? 0.0f : top[i] - kWeightExponent;
           w[i] = exp2_fast(fmaf(score[4 * j + i], scale_log2, -shift));
           w[2 + i] = exp2_fast(fmaf(score[4 * j + 2 + i], scale_log2, -shift));
-          sum[2 * j + i] = sum[2 * j + i] * factor[i] + (w[i] + w[2 + i]);
-        }
-        if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
-#pragma unroll
-          for (int m = 0; m < kParts64; ++m) {
-            o[m][4 * j] *= factor[0], o[m][4 * j + 1] *= factor[1];
-            o[m][4 * j + 2] *= factor[0], o[m][4 * j + 3] *= factor[1];
-          }
+          sum[2 * j + i] += w[i] + w[2 + i];
         }
         // Bytes: lane c key g, key g + 8; lane c + 1 likewise. The thread of key g ^ 1 has the other two of a word:
         // even g takes lane c, odd g lane c + 1.
