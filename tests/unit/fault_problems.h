@@ -56,12 +56,14 @@ inline constexpr float kSoftmaxScale = 0.0625f;
 inline constexpr double kScoreDeviation = 1.5;
 inline constexpr float kQueryScale = 0.75f;  // of e4m3 queries
 
-inline gannet::verify::AttentionPrecision precision_of(const AbsorbedFormat& f, double num_keys) {
+inline gannet::verify::AttentionPrecision precision_of(const AbsorbedFormat& f, double num_keys,
+                                                       const std::string& impl = {}) {
   gannet::verify::AttentionPrecision p;
   p.fp32 = f.q == gannet::DType::kF32 || f.cache == gannet::LatentFormat::kF32;
   p.rounds_inputs = f.cache != gannet::LatentFormat::kBf16;
   p.score_deviation = kScoreDeviation;
   p.num_keys = num_keys;
+  p.fp8_products = impl == "cuda_sm90" && f.q == gannet::DType::kE4m3;
   return p;
 }
 

@@ -110,7 +110,8 @@ Part merged(std::vector<Part> parts, const std::vector<int32_t>& order, int64_t 
   return sum;
 }
 
-void expect_one_rank(const verify::Outputs& one, const Part& sum, const AbsorbedFormat& f, const std::string& what) {
+void expect_one_rank(const verify::Outputs& one, const Part& sum, const AbsorbedFormat& f, const std::string& what,
+                     const std::string& impl = {}) {
   const std::vector<float> want = one.floats("out"), want_lse = one.floats("lse");
   const size_t heads = want_lse.size() / sum.keys.size(), width = want.size() / want_lse.size();
   for (size_t line = 0; line < want_lse.size(); ++line) {
@@ -121,7 +122,7 @@ void expect_one_rank(const verify::Outputs& one, const Part& sum, const Absorbed
       for (size_t d = line * width; d < (line + 1) * width; ++d) ASSERT_EQ(sum.out[d], 0.0f) << what;
       continue;
     }
-    const verify::AttentionPrecision p = precision_of(f, keys);
+    const verify::AttentionPrecision p = precision_of(f, keys, impl);
     double error = 0.0, norm = 0.0;
     for (size_t d = line * width; d < (line + 1) * width; ++d) {
       error += std::pow(static_cast<double>(sum.out[d]) - want[d], 2.0);
@@ -184,7 +185,7 @@ void expect_ranks_are_one(const PagedSpec& spec, int32_t interleave) {
         parts.push_back(part);
       }
       const verify::Outputs one = verify::run(d.params, {.impl = impl});
-      expect_one_rank(one, merged(parts, forward, kHeads, false, impl), f, impl + ", " + what);
+      expect_one_rank(one, merged(parts, forward, kHeads, false, impl), f, impl + ", " + what, impl);
       if (f.q != DType::kF32) continue;  // the order of merges is no matter of formats
       expect_one_rank(one, merged(parts, other, kHeads, true, impl), f, impl + ", " + what);
     }

@@ -288,7 +288,7 @@ TEST(Faults, BL35_NarrowCachesAtEveryNumberOfHeads) {
       const std::vector<float> want = verify::run(d.params, {.impl = "ref", .fp32_outputs = true}).floats("out");
       for (const std::string& impl : takers(d.params, name_of(f)))
         expect_lines_close(want, verify::run(d.params, {.impl = impl}).floats("out"), 512,
-                           verify::attention_tolerance(precision_of(f, 40)), impl + " " + name_of(f));
+                           verify::attention_tolerance(precision_of(f, 40, impl)), impl + " " + name_of(f));
     }
   }
 }
