@@ -20,9 +20,10 @@
 // Shared memory: Q latent 64 KB (its rope part lives in registers), two K tiles 144 KB, P0 and P1 16 KB: 224 KB and
 // some.
 //
-// Halves. A tile arrives and is released in two halves: columns 0..255 (left), which only warpgroup 0 reads as values,
-// and 256..575 (right), which only warpgroup 1 does. So each half has one warpgroup that uses it last, and the next
-// tile's left half is under way while this one's right half is still being read.
+// Halves. A tile is released in two halves: columns 0..255 (left), which only warpgroup 0 reads as values, and 256..575
+// (right), which only warpgroup 1 does. So each half has one warpgroup that uses it last, and the next tile's left half
+// is under way while this one's right half is still being read. Pages arrive in nine blocks of 64 columns with a barrier
+// each, so that scores begin with the first 8 KB; rows one by one arrive in the same two halves.
 //
 // Hazards, and why there are no more barriers than these. A half is released by the warpgroup that multiplies it; the
 // other one may have scored it, but it did that before it announced the weights which that product needs. sP0 is
@@ -99,7 +100,8 @@ struct Schedule {
 };
 
 struct Shared {
-  uint64_t full[kStages][2], empty[kStages][2];
+  uint64_t full[kStages][kBlocks];  // of each block of 64 columns; of row-by-row halves, that of its first block
+  uint64_t empty[kStages][2];
   uint64_t weights[2];  // of each warpgroup: P of its tile, its maxima and scales are there
   float max0[kLanes], max1[kLanes], scale0[kLanes], scale1[kLanes], sum0[kLanes], sum1[kLanes];
   int bounds[kLanes];
@@ -404,11 +406,11 @@ __device__ void produce_rows(const Problem& p, const Schedule& schedule, Shared&
       // Each thread arrives when its copies have landed, and with the left half those that wrote states. The
       // consumers' fence makes the copies visible to the tensor cores: here it would wait for those that are under way.
       copy(std::integral_constant<int, 0>{}, std::integral_constant<int, kLeftBlocks>{});
-      if (piece == 0) mbarrier_arrive(&s.full[stage][kLeft]);
-      copy_async_arrive(&s.full[stage][kLeft]);
+      if (piece == 0) mbarrier_arrive(&s.full[stage][0]);
+      copy_async_arrive(&s.full[stage][0]);
       mbarrier_wait(&s.empty[stage][kRight], parity);
       copy(std::integral_constant<int, kLeftBlocks>{}, std::integral_constant<int, kBlocks>{});
-      copy_async_arrive(&s.full[stage][kRight]);
+      copy_async_arrive(&s.full[stage][kLeftBlocks]);
     }
   }
 }
@@ -444,13 +446,14 @@ __device__ inline void produce_pages(const Dense& p, const Schedule& schedule, S
         const int key0 = (base + i) * kKeys, stage = count % kStages;
         const int page_row = two_pages ? 0 : static_cast<int>(static_cast<uint32_t>(key0) % page_size);
         const uint32_t parity = (count / kStages & 1) ^ 1;
-        auto copy_blocks = [&](int half, int from, int to) {
-          mbarrier_arrive_expecting(&s.full[stage][half], static_cast<uint32_t>((to - from) * kBlockBytes));
+        auto copy_blocks = [&](int from, int to) {
+#pragma unroll 1
           for (int b = from; b < to; ++b) {
             const uint32_t target = stage_address + stage * kStageBytes + b * kBlockBytes;
-            copy_page_box(target, map, &s.full[stage][half], b * kMapColumns, page_row, first, policy);
+            mbarrier_arrive_expecting(&s.full[stage][b], kBlockBytes);
+            copy_page_box(target, map, &s.full[stage][b], b * kMapColumns, page_row, first, policy);
             if (two_pages)
-              copy_page_box(target + box_rows * 128, map, &s.full[stage][half], b * kMapColumns, 0, second, policy);
+              copy_page_box(target + box_rows * 128, map, &s.full[stage][b], b * kMapColumns, 0, second, policy);
           }
         };
         mbarrier_wait(&s.empty[stage][kLeft], parity);
@@ -461,10 +464,10 @@ __device__ inline void produce_pages(const Dense& p, const Schedule& schedule, S
                          high = there && key0 + key + 1 < most ? kPresent : kAbsent;
           *reinterpret_cast<uint16_t*>(&s.state[stage][key]) = static_cast<uint16_t>(low | high << 8);
         }
-        if (lane == 0) copy_blocks(kLeft, 0, kLeftBlocks);
-        else mbarrier_arrive(&s.full[stage][kLeft]);  // for its states
+        if (lane == 0) copy_blocks(0, kLeftBlocks);
+        else mbarrier_arrive(&s.full[stage][0]);  // for its states
         mbarrier_wait(&s.empty[stage][kRight], parity);
-        if (lane == 0) copy_blocks(kRight, kLeftBlocks, kBlocks);
+        if (lane == 0) copy_blocks(kLeftBlocks, kBlocks);
         __syncwarp();
       }
     }
@@ -580,9 +583,14 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
     float score[kKeys / 2];
     float factor[2], own_sum[2];  // of softmax()
 
-    auto wait_full = [&](int n, int half) {  // the n-th tile of this block
-      mbarrier_wait(&s.full[n % kStages][half], n / kStages & 1);
+    auto wait_full = [&](int n, int b) {  // a block of the n-th tile, or what a row-by-row loader announces there
+      mbarrier_wait(&s.full[n % kStages][b], n / kStages & 1);
       if constexpr (!kPages) fence_async_shared();
+    };
+    // A half of what the other warpgroup has scored. It has seen it arrive before it announced the weights, so there is
+    // nothing to wait for but one's own fence, which values by cp.async need.
+    auto see_half = [&](int n, int half) {
+      if constexpr (!kPages) wait_full(n, half == kLeft ? 0 : kLeftBlocks);
     };
     auto announce_weights = [&] { mbarrier_arrive(&s.weights[self]); };
     auto wait_weights = [&] {  // of the other warpgroup
@@ -596,15 +604,17 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
     // still be under way; between the halves it is done, and `done` may release what it read.
     auto score_tile = [&](auto wg, int n, int tile, auto done) {
       const int most = s.bounds[lanes - 1];
-      wait_full(n, kLeft);
+      if constexpr (!kPages) wait_full(n, 0);
       // Whether every lane sees all keys of the tile. The others, at the end of a request, are mended first.
       if ((tile + 1) * kKeys > least && (kPages || least < most)) {
-        wait_full(n, kRight);
+#pragma unroll 1
+        for (int b = kPages ? 0 : kLeftBlocks; b < (kPages ? kBlocks : kLeftBlocks + 1); ++b) wait_full(n, b);
         mend_tile(stages + n % kStages * kStageBytes, s.state[n % kStages], tile * kKeys, least, most, tid);
         named_barrier_sync(2 + wg, 128);
       }
       const uint64_t keys = k_major(stage_address + n % kStages * kStageBytes);
       auto round = [&](int b, bool first) {
+        if constexpr (kPages) wait_full(n, b);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -618,9 +628,10 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
       wgmma_commit();
       wgmma_wait<1>();
       done();
-      wait_full(n, kRight);
+      if constexpr (!kPages) wait_full(n, kLeftBlocks);
 #pragma unroll 1
       for (int b = kLeftBlocks; b < kLatent / 64; ++b) round(b, false);
+      if constexpr (kPages) wait_full(n, kLatent / 64);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kRope / 16; ++k)
@@ -754,7 +765,7 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
         hold_registers(own);
         release(even, kLeft);
         if (pair + 1 >= tiles) break;
-        wait_full(odd, kLeft);
+        see_half(odd, kLeft);
         wait_weights();  // of the odd tile
         const float scale1[2] = {s.scale1[row], s.scale1[row + 8]};
         top[0] = s.max1[row], top[1] = s.max1[row + 8];
@@ -777,7 +788,7 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
         const float before[2] = {s.max0[row], s.max0[row + 8]};
         const float scale0[2] = {s.scale0[row], s.scale0[row + 8]};
         sum[0] *= scale0[0], sum[1] *= scale0[1];
-        wait_full(even, kRight);
+        see_half(even, kRight);
         rescale(scale0[0], scale0[1]);
         if (has_odd && needs_masks(odd, tile + 1)) mask(odd, tile + 1);
         multiply_other(kSecond, even);
@@ -906,8 +917,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     if constexpr (kPages) prefetch_map(map);
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&s.full[i][kLeft], kPages ? 32 : kProducerThreads + kProducerThreads / 8);
-      mbarrier_init(&s.full[i][kRight], kPages ? 1 : kProducerThreads);
+      mbarrier_init(&s.full[i][0], kPages ? 32 : kProducerThreads + kProducerThreads / 8);
+      for (int b = 1; b < kBlocks; ++b) mbarrier_init(&s.full[i][b], kPages ? 1 : kProducerThreads);
       for (int half = 0; half < 2; ++half)
         mbarrier_init(&s.empty[i][half], kConsumerThreads / 2 / 32 * kReleasingLanes);
     }
