@@ -42,6 +42,12 @@ __device__ inline void copy_page_box(uint32_t shared, const CUtensorMap& map, ui
       "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(page), "l"(policy)
       : "memory");
 }
+/// Asks for `bytes` (a multiple of 16) of global memory from `from` on to come to the L2. Nothing waits for it.
+__device__ inline void prefetch_bytes(const void* from, uint32_t bytes, uint64_t policy) {
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(__cvta_generic_to_global(from)),
+               "r"(bytes), "l"(policy)
+               : "memory");
+}
 /// Brings a map near before its first use.
 __device__ inline void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");

@@ -423,6 +423,9 @@ __device__ inline void produce_pages(const Dense& p, const Schedule& schedule, S
   const bool two_pages = page_size < kKeys;  // of 32 keys
   const uint64_t policy = evict_first_policy();
   const uint32_t stage_address = shared_address(stages);
+  // Of what is asked for ahead, each lane block has a share of the rows of a page.
+  const int share = lane0 / kLanes, share_begin = box_rows * share / schedule.lane_blocks,
+            share_end = box_rows * (share + 1) / schedule.lane_blocks;
   int count = 0;
   Walk walk(s);
   while (walk.next(p, schedule, s, part)) {
@@ -431,20 +434,25 @@ __device__ inline void produce_pages(const Dense& p, const Schedule& schedule, S
     const int lanes_end = static_cast<int>(min(int64_t{lane0 + kLanes}, g.num_rows * p.num_heads));
     const int most = lanes_end > lane0 ? static_cast<int>(p.keys_of(g, (lanes_end - 1) / p.num_heads)) : 0;
     // Each lane looks up the pages of one of the next 32 tiles; -1: nothing there, which the engine fills with zeros.
+    // The last of them are only asked for ahead.
     auto page_at = [&](int key) {
       if (key >= most) return -1;
       const int page = g.list.ids[static_cast<uint32_t>(key) / static_cast<uint32_t>(page_size)];
       return page >= 0 && page < p.cache.num_pages ? page : -1;
     };
-    for (int base = walk.first_tile; base < walk.last_tile; base += 32) {
+    constexpr int kTilesAtOnce = 32 - kTilesAhead;
+    for (int base = walk.first_tile; base < walk.last_tile; base += kTilesAtOnce) {
       const int mine = base + lane;
       const int own_first = mine < walk.last_tile ? page_at(mine * kKeys) : -1;
       const int own_second = two_pages && mine < walk.last_tile ? page_at(mine * kKeys + box_rows) : -1;
-      const int here = min(32, walk.last_tile - base);
+      const int here = min(kTilesAtOnce, walk.last_tile - base);
       for (int i = 0; i < here; ++i, ++count) {
         const int first = __shfl_sync(0xffffffffu, own_first, i), second = __shfl_sync(0xffffffffu, own_second, i);
         const int key0 = (base + i) * kKeys, stage = count % kStages;
-        const int page_row = two_pages ? 0 : static_cast<int>(static_cast<uint32_t>(key0) % page_size);
+        auto page_row_of = [&](int key) {
+          return two_pages ? 0 : static_cast<int>(static_cast<uint32_t>(key) % static_cast<uint32_t>(page_size));
+        };
+        const int page_row = page_row_of(key0);
         const uint32_t parity = (count / kStages & 1) ^ 1;
         auto copy_blocks = [&](int from, int to) {
 #pragma unroll 1
@@ -469,6 +477,22 @@ __device__ inline void produce_pages(const Dense& p, const Schedule& schedule, S
         mbarrier_wait(&s.empty[stage][kRight], parity);
         if (lane == 0) copy_blocks(kLeftBlocks, kBlocks);
         __syncwarp();
+        if constexpr (kTilesAhead > 0) {
+          // When a block begins, its first two tiles and Q go before what is asked for ahead.
+          if (count == 1) mbarrier_wait(&s.full[0][kBlocks - 1], 0);
+#pragma unroll 1
+          for (int j = i + (count == 1 ? 1 : kTilesAhead); count > 0 && j <= i + kTilesAhead; ++j) {
+            const int page = __shfl_sync(0xffffffffu, own_first, j), next = __shfl_sync(0xffffffffu, own_second, j);
+            const int key = (base + j) * kKeys + lane * box_rows, row = page_row_of(key),
+                      end = min(share_end, most - key);  // lane 0: the first page, lane 1: the second
+            const int id = lane == 0 ? page : next;
+            if (lane <= static_cast<int>(two_pages) && id >= 0 && share_begin < end)
+              prefetch_bytes(static_cast<const unsigned char*>(p.cache.data) + id * p.cache.page_stride_bytes +
+                                 (row + share_begin) * (2 * kWidth),
+                             static_cast<uint32_t>((end - share_begin) * (2 * kWidth)), policy);
+          }
+          __syncwarp();
+        }
       }
     }
   }
