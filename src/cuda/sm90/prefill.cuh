@@ -452,6 +452,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     register_decrease<kProducerRegisters>();
     if (threadIdx.x < kConsumerThreads + 32) produce(p, maps, s, shared_address(shared), counter, num_ids);
   }
+#else
+  __trap();  // the set refuses: see set.cpp
 #endif
 }
 

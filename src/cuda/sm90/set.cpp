@@ -11,6 +11,13 @@ namespace cuda {
 
 namespace {
 
+// wgmma and the copy engine are of sm_90a alone. Code for another architecture, sm_90 among them, has kernels that trap.
+#if defined(GANNET_HAS_SM90A)
+constexpr bool kCompiled = true;
+#else
+constexpr bool kCompiled = false;
+#endif
+
 template <class Params>
 std::string refuses_shape(const Params& p) {
   const RowGeometry g = p.cache.geometry;
@@ -69,11 +76,11 @@ const ImplementationSet& sm90_set() noexcept {
       .name = "cuda_sm90",
       .device = DeviceKind::kCuda,
       .only_when_forced = false,
-      .compiled = true,
+      .compiled = kCompiled,
       .runs_here =
           [] {
             int count = 0, major = 0;
-            return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
+            return kCompiled && cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
                    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major == 9;
           },
       .ragged_prefill = {refuses_ragged, sm90::workspace_ragged_prefill, sm90::run_ragged_prefill},
