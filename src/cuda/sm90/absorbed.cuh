@@ -34,7 +34,8 @@
 // of phase; neither warpgroup announces twice before the other has waited, by the same argument.
 //
 // Every thread arrives for what it wrote or read itself. One for a warp after a __syncwarp would do, and so would
-// bar.arrive for the weights, but compute-sanitizer's racecheck follows neither (docs/kernels/mla_decode_sm90.md).
+// bar.arrive for the weights and bar.sync for the sums, but compute-sanitizer's racecheck follows none of them
+// (docs/kernels/mla_decode_sm90.md).
 //
 // Keys that lanes must not see. Beyond the last lane's bound a page holds anything, NaN too, and 0 x NaN is NaN: the
 // scoring warpgroup overwrites such rows by zeros before it announces the weights. Keys that only some lanes see lose
@@ -103,6 +104,7 @@ struct Shared {
   uint64_t full[kStages][kBlocks];  // of each block of 64 columns; of row-by-row halves, that of its first block
   uint64_t empty[kStages][2];
   uint64_t weights[2];  // of each warpgroup: P of its tile, its maxima and scales are there
+  uint64_t sums;        // both warpgroups' are there
   float max0[kLanes], max1[kLanes], scale0[kLanes], scale1[kLanes], sum0[kLanes], sum1[kLanes];
   int bounds[kLanes];
   int row_of_lane[kLanes];                    // among the group's
@@ -542,7 +544,8 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
   const uint64_t query_operand = k_major(shared_address(query));
   const bool slot_of_group = schedule.num_slots == schedule.num_groups;
   int count = 0;        // tiles consumed
-  uint32_t parity = 0;  // of the other's weights
+  constexpr uint32_t kSumsBit = 2;
+  uint32_t parity = 0;  // of the other's weights: bit 0, and of the sums: kSumsBit
   int4 cut = {-1, part, 1, 0};
   Walk walk(s);
   while (walk.next(p, schedule, s, part)) {
@@ -618,7 +621,7 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
     };
     auto announce_weights = [&] { mbarrier_arrive(&s.weights[self]); };
     auto wait_weights = [&] {  // of the other warpgroup
-      mbarrier_wait(&s.weights[1 - self], parity);
+      mbarrier_wait(&s.weights[1 - self], parity & 1);
       parity ^= 1;
     };
     auto release = [&](int n, int half) {
@@ -847,7 +850,9 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
       sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 2);
       if (quad == 0) (self == 0 ? s.sum0 : s.sum1)[row + 8 * half] = sum[half];
     }
-    named_barrier_sync(1, kConsumerThreads);
+    mbarrier_arrive(&s.sums);
+    mbarrier_wait(&s.sums, parity / kSumsBit);
+    parity ^= kSumsBit;
     p.place(g, walk.group - 1);  // again, rather than kept through the loop
     const bool complete = walk.first_tile == 0 && walk.last_tile == walk.tiles;
     int64_t at[2];  // in elements of the output or of the partial results
@@ -947,6 +952,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         mbarrier_init(&s.empty[i][half], kConsumerThreads / 2 / 32 * kReleasingLanes);
     }
     for (uint64_t& b : s.weights) mbarrier_init(&b, kConsumerThreads / 2);
+    mbarrier_init(&s.sums, kConsumerThreads);
     fence_mbarrier_init();
     s.first_group = schedule.num_groups;
     s.end_group = 0;
