@@ -22,8 +22,8 @@
 //
 // Halves. A tile is released in two halves: columns 0..255 (left), which only warpgroup 0 reads as values, and 256..575
 // (right), which only warpgroup 1 does. So each half has one warpgroup that uses it last, and the next tile's left half
-// is under way while this one's right half is still being read. Pages arrive in nine blocks of 64 columns with a barrier
-// each, so that scores begin with the first 8 KB; rows one by one arrive in the same two halves.
+// is under way while this one's right half is still being read. Pages arrive in nine blocks of 64 columns with a
+// barrier each, so that scores begin with the first 8 KB; rows one by one arrive in the same two halves.
 //
 // Hazards, and why there are no more barriers than these. A half is released by the warpgroup that multiplies it; the
 // other one may have scored it, but it did that before it announced the weights which that product needs. sP0 is
@@ -190,9 +190,8 @@ __device__ inline int shortest_piece(const int* tiles, int num_groups, int num_p
     __syncthreads();
     if (lane == 0) feasible[warp] = pieces <= num_parts;
     __syncthreads();
-    int w = 0;
-#pragma unroll 1
-    while (w < kWarps && !feasible[w]) ++w;
+    const uint32_t fits = __ballot_sync(0xffffffffu, lane < kWarps && feasible[min(lane, kWarps - 1)] != 0);
+    const int w = fits == 0 ? kWarps : __ffs(static_cast<int>(fits)) - 1;
     const int new_low = w == 0 ? low : candidate(w - 1) + 1, new_high = w == kWarps ? high : candidate(w);
     low = new_low, high = new_high;
   }
@@ -543,7 +542,7 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
   const uint32_t stage_address = shared_address(stages);
   const uint64_t query_operand = k_major(shared_address(query));
   const bool slot_of_group = schedule.num_slots == schedule.num_groups;
-  int count = 0;        // tiles consumed
+  int count = 0;  // tiles consumed
   constexpr uint32_t kSumsBit = 2;
   uint32_t parity = 0;  // of the other's weights: bit 0, and of the sums: kSumsBit
   int4 cut = {-1, part, 1, 0};
@@ -990,11 +989,7 @@ struct CombineShared {
   int counts[kCombineWarps], most[kCombineWarps];
   union {
     float4 few[kFewLanes][kFewWarps][kSlices][32];
-    struct {
-      float4 sums[kCombineWarps][32];
-      float weight[kMaxParts];  // negative: an empty piece
-      float tops[kCombineWarps], totals[kCombineWarps];
-    } many;
+    float4 many[kCombineWarps][32];
   };
 };
 
@@ -1016,25 +1011,40 @@ __global__ void __launch_bounds__(kCombineThreads, 2)
   let_next_start();
   __shared__ CombineShared s;
   const int tid = threadIdx.x, warp = tid / 32, in_warp = tid % 32;
-  // The groups that were cut, in order.
+  // The groups that were cut, in order: of up to 32 slots each warp knows for itself.
+  const bool by_warp = schedule.num_slots <= 32;
+  const int slot_index = by_warp ? in_warp : tid;
   int4 own = {-1, 0, 1, 0};
-  if (tid < schedule.num_slots) own = schedule.cuts[tid];
+  if (slot_index < schedule.num_slots) own = schedule.cuts[slot_index];
   const bool is_cut = own.x >= 0 && own.z > 1;
   const uint32_t votes = __ballot_sync(0xffffffffu, is_cut);
-  const int most_of_warp = __reduce_max_sync(0xffffffffu, is_cut ? own.z : 0);
-  if (in_warp == 0) s.counts[warp] = __popc(votes), s.most[warp] = most_of_warp;
-  __syncthreads();
-  int before = 0, num_cuts = 0, most_parts = 0;
-  for (int w = 0; w < kCombineWarps; ++w) {
-    if (w < warp) before += s.counts[w];
-    num_cuts += s.counts[w];
-    most_parts = max(most_parts, s.most[w]);
+  int num_cuts = __popc(votes), most_parts = __reduce_max_sync(0xffffffffu, is_cut ? own.z : 0);
+  if (!by_warp) {
+    if (in_warp == 0) s.counts[warp] = num_cuts, s.most[warp] = most_parts;
+    __syncthreads();
+    int before = 0;
+    num_cuts = most_parts = 0;
+    for (int w = 0; w < kCombineWarps; ++w) {
+      if (w < warp) before += s.counts[w];
+      num_cuts += s.counts[w];
+      most_parts = max(most_parts, s.most[w]);
+    }
+    if (is_cut) s.cuts[before + __popc(votes & ((1u << in_warp) - 1))] = own;
+    __syncthreads();
   }
-  if (is_cut) s.cuts[before + __popc(votes & ((1u << in_warp) - 1))] = own;
-  __syncthreads();
+  auto cut_of = [&](int n) {  // warps alike
+    if (!by_warp) return s.cuts[n];
+    uint32_t rest = votes;
+#pragma unroll 1
+    for (int i = 0; i < n; ++i) rest &= rest - 1;
+    const int from = __ffs(static_cast<int>(rest)) - 1;
+    return int4{__shfl_sync(0xffffffffu, own.x, from), __shfl_sync(0xffffffffu, own.y, from),
+                __shfl_sync(0xffffffffu, own.z, from), 0};
+  };
   const int lanes = static_cast<int>(p.lanes_per_group());
+  // A few thousand partial results: 32 bits.
   auto index_of = [&](const int4& cut, int i, int lane) {
-    return ((int64_t{2} * (cut.y + i) + (i == 0)) * schedule.lane_blocks + lane / kLanes) * kLanes + lane % kLanes;
+    return ((2 * (cut.y + i) + (i == 0)) * schedule.lane_blocks + lane / kLanes) * kLanes + lane % kLanes;
   };
   auto finish = [&](const int4& cut, int lane, int column, float4 total, float top, float sum) {
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
@@ -1057,61 +1067,63 @@ __global__ void __launch_bounds__(kCombineThreads, 2)
     const int start = narrow ? warp : warp / kSlices, items = num_cuts * lanes * pieces;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const int slice = narrow ? item % kSlices : warp % kSlices, lane = item / pieces % lanes;
-      const int4 cut = s.cuts[item / pieces / lanes];
+      const int4 cut = cut_of(item / pieces / lanes);
       auto column_of = [&](int i) {
-        return reinterpret_cast<const float4*>(p.partial + index_of(cut, i, lane) * kLatent + slice * kColumnsAtOnce) +
+        return reinterpret_cast<const float4*>(p.partial + int64_t{index_of(cut, i, lane)} * kLatent +
+                                               slice * kColumnsAtOnce) +
                in_warp;
       };
-      constexpr int kAhead = 8;  // loads under way at once, the first of them while the weights are found
+      // Every load at once: this warp's columns and their LSEs, and for the weights' sum everybody's LSEs.
+      constexpr int kAhead = 8;
       float4 x[kAhead];
-#pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        const int i = start + j * step;
-        x[j] = i < cut.z ? *column_of(i) : float4{0, 0, 0, 0};
-      }
-      const float l = tid < cut.z ? p.partial_lse[index_of(cut, tid, lane)] : -INFINITY;
-      float top = l;
-      for (int offset = 16; offset > 0; offset /= 2)
-        top = larger_or_nan(top, __shfl_xor_sync(0xffffffffu, top, offset));
-      if (in_warp == 0) s.many.tops[warp] = top;
-      __syncthreads();
-#pragma unroll 1
-      for (int w = 0; w < kCombineWarps; ++w) top = larger_or_nan(top, s.many.tops[w]);
-      const float weight = l == -INFINITY ? 0.0f : __expf(l - top);
-      float sum = weight;
-      for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-      if (in_warp == 0) s.many.totals[warp] = sum;
-      if (tid < cut.z) s.many.weight[tid] = l == -INFINITY ? -1.0f : weight;
-      __syncthreads();
-      sum = 0.0f;
-#pragma unroll 1
-      for (int w = 0; w < kCombineWarps; ++w) sum += s.many.totals[w];
-      float4 o{0, 0, 0, 0};
-#pragma unroll 1
-      for (int base = start; base < cut.z; base += kAhead * step) {
+      float of_part[kAhead];
+      auto load = [&](int base) {
 #pragma unroll
         for (int j = 0; j < kAhead; ++j) {
           const int i = base + j * step;
-          const float w = i < cut.z ? s.many.weight[i] : -1.0f;
-          if (w < 0.0f) continue;
+          x[j] = i < cut.z ? *column_of(i) : float4{0, 0, 0, 0};
+          of_part[j] = i < cut.z ? p.partial_lse[index_of(cut, i, lane)] : -INFINITY;
+        }
+      };
+      load(start);
+      constexpr int kEach = kMaxParts / 32;
+      float all[kEach];
+      float top = -INFINITY, sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        const int i = in_warp + 32 * j;
+        all[j] = i < cut.z ? p.partial_lse[index_of(cut, i, lane)] : -INFINITY;
+      }
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) top = larger_or_nan(top, all[j]);
+      for (int offset = 16; offset > 0; offset /= 2)
+        top = larger_or_nan(top, __shfl_xor_sync(0xffffffffu, top, offset));
+      auto weight_of = [&](float l) { return l == -INFINITY ? 0.0f : __expf(l - top); };  // no key: nothing, top may be
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) sum += weight_of(all[j]);
+      for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+      float4 o{0, 0, 0, 0};
+#pragma unroll 1
+      for (int base = start;;) {
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+          if (of_part[j] == -INFINITY) continue;  // an empty piece: not read, whatever it holds
+          const float w = weight_of(of_part[j]);
           o.x = fmaf(w, x[j].x, o.x), o.y = fmaf(w, x[j].y, o.y), o.z = fmaf(w, x[j].z, o.z),
           o.w = fmaf(w, x[j].w, o.w);
         }
-        if (base + kAhead * step >= cut.z) break;
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          const int i = base + (kAhead + j) * step;
-          if (i < cut.z) x[j] = *column_of(i);
-        }
+        base += kAhead * step;
+        if (base >= cut.z) break;
+        load(base);
       }
-      s.many.sums[warp][in_warp] = o;
+      s.many[warp][in_warp] = o;
       __syncthreads();
       if (warp < kSlices / pieces) {  // a warp for each slice of this item: 0 of one, 0..3 of four
-        float4 total = s.many.sums[warp][in_warp];
+        float4 total = s.many[warp][in_warp];
         const int stride = narrow ? 1 : kSlices;
-#pragma unroll 1
+#pragma unroll 5
         for (int w = warp + stride; w < kCombineWarps; w += stride) {
-          const float4 v = s.many.sums[w][in_warp];
+          const float4 v = s.many[w][in_warp];
           total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
         }
         finish(cut, lane, slice * kColumnsAtOnce + 4 * in_warp, total, top, sum);
@@ -1125,9 +1137,16 @@ __global__ void __launch_bounds__(kCombineThreads, 2)
   const int items = num_cuts * lane_groups;
   const int slot = warp / kFewWarps, quarter = warp % kFewWarps;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const int4 cut = s.cuts[item / lane_groups];
+    const int4 cut = cut_of(item / lane_groups);
     const int lane = item % lane_groups * kFewLanes + slot;
     const bool real = lane < lanes;
+    auto row_of = [&](int i) {
+      return reinterpret_cast<const float4*>(p.partial + int64_t{index_of(cut, i, lane)} * kLatent) + in_warp;
+    };
+    float4 first_row[kSlices];  // of this warp's first part, under way while the weights are found
+#pragma unroll
+    for (int c = 0; c < kSlices; ++c)
+      first_row[c] = real && quarter < cut.z ? row_of(quarter)[32 * c] : float4{0, 0, 0, 0};
     auto lse_of = [&](int i) { return real && i < cut.z ? p.partial_lse[index_of(cut, i, lane)] : -INFINITY; };
     const float first = lse_of(in_warp);
     float top = first;
@@ -1146,11 +1165,10 @@ __global__ void __launch_bounds__(kCombineThreads, 2)
       for (int i = quarter; i < min(32, cut.z - base); i += kFewWarps) {
         const float w = __shfl_sync(0xffffffffu, weight, i);
         if (__shfl_sync(0xffffffffu, l, i) == -INFINITY) continue;  // an empty piece, or no such lane
-        const float4* row =
-            reinterpret_cast<const float4*>(p.partial + index_of(cut, base + i, lane) * kLatent) + in_warp;
+        const float4* row = row_of(base + i);
 #pragma unroll
         for (int c = 0; c < kSlices; ++c) {
-          const float4 v = row[32 * c];
+          const float4 v = base + i == quarter ? first_row[c] : row[32 * c];
           o[c].x = fmaf(w, v.x, o[c].x), o[c].y = fmaf(w, v.y, o[c].y), o[c].z = fmaf(w, v.z, o[c].z),
           o[c].w = fmaf(w, v.w, o[c].w);
         }
