@@ -626,8 +626,9 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
     auto release = [&](int n, int half) {
       if (lane < kReleasingLanes) mbarrier_arrive(&s.empty[n % kStages][half]);
     };
-    // Scores of a tile, by halves, each a round of four steps for each 64 columns. The product of the turn before may
-    // still be under way; between the halves it is done, and `done` may release what it read.
+    // Scores of a tile, a round of four steps for each 64 columns. The product of the turn before may still be under
+    // way; behind the first round it is done, and `done` may release what it read. Not later: what is released is what
+    // the next tile's loads wait for, and this tile's further blocks may be late themselves.
     auto score_tile = [&](auto wg, int n, int tile, auto done) {
       const int most = s.bounds[lanes - 1];
       if constexpr (!kPages) wait_full(n, 0);
@@ -640,7 +641,7 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
       }
       const uint64_t keys = k_major(stage_address + n % kStages * kStageBytes);
       auto round = [&](int b, bool first) {
-        if constexpr (kPages) wait_full(n, b);
+        if (kPages || b == kLeftBlocks) wait_full(n, b);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -648,15 +649,12 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
           wgmma_m64n64_ss(score, query_operand + ahead, keys + ahead, !first || k != 0);
         }
       };
-#pragma unroll 1
-      for (int b = 0; b < kLeftBlocks - 1; ++b) round(b, b == 0);
-      round(kLeftBlocks - 1, false);  // where the group ends there must be a product
+      round(0, true);
       wgmma_commit();
       wgmma_wait<1>();
       done();
-      if constexpr (!kPages) wait_full(n, kLeftBlocks);
 #pragma unroll 1
-      for (int b = kLeftBlocks; b < kLatent / 64; ++b) round(b, false);
+      for (int b = 1; b < kLatent / 64; ++b) round(b, false);
       if constexpr (kPages) wait_full(n, kLatent / 64);
       wgmma_fence();
 #pragma unroll
