@@ -48,6 +48,11 @@ __device__ inline void prefetch_bytes(const void* from, uint32_t bytes, uint64_t
                "r"(bytes), "l"(policy)
                : "memory");
 }
+/// The same for lines that may be read again.
+__device__ inline void prefetch_bytes(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes)
+               : "memory");
+}
 /// Brings a map near before its first use.
 __device__ inline void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");

@@ -371,7 +371,8 @@ __device__ void produce_rows(const Problem& p, const Schedule& schedule, Shared&
   const int piece = tid % 8, row0 = tid / 8;
   const uint32_t target0 =
       shared_address(stages) + row0 * 128 + ((piece ^ (row0 % 8)) * 16);  // rows are 16 apart: same piece
-  int count = 0;                                                          // tiles issued
+  const bool asks = tid < kKeys && tid % schedule.lane_blocks == lane0 / kLanes;
+  int count = 0;  // tiles issued
   Walk walk(s);
   while (walk.next(p, schedule, s, part)) {
     typename Problem::Place g;
@@ -386,6 +387,12 @@ __device__ void produce_rows(const Problem& p, const Schedule& schedule, Shared&
       for (int i = 0; i < kRowsEach; ++i) {
         const int key = tile * kKeys + row0 + i * kRowsAtOnce;
         rows[i] = key < most ? p.bf16_row(g, key) : nullptr;
+      }
+      // Lane blocks share what is asked for ahead. Not behind a block's first tile: Q goes before.
+      const unsigned char* ahead = nullptr;
+      if constexpr (kTilesAhead > 0) {
+        const int key = (tile + kTilesAhead) * kKeys + tid;
+        if (count > 0 && asks && tile + kTilesAhead < walk.last_tile && key < most) ahead = p.bf16_row(g, key);
       }
       const uint32_t parity = (count / kStages & 1) ^ 1;
       mbarrier_wait(&s.empty[stage][kLeft], parity);
@@ -412,6 +419,7 @@ __device__ void produce_rows(const Problem& p, const Schedule& schedule, Shared&
       mbarrier_wait(&s.empty[stage][kRight], parity);
       copy(std::integral_constant<int, kLeftBlocks>{}, std::integral_constant<int, kBlocks>{});
       copy_async_arrive(&s.full[stage][kLeftBlocks]);
+      if (ahead != nullptr) prefetch_bytes(ahead, 2 * kWidth);
     }
   }
 }
