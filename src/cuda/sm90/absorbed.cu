@@ -43,6 +43,29 @@ Layout layout_of(const char* function, const Shape& s, int device) {
   return l;
 }
 
+/// `bytes` from `from` on, shared by `blocks`; what is more than the L2 has room for beside the cache is left alone.
+Early early_of(const void* from, int64_t bytes, int64_t blocks) {
+  constexpr int64_t kMost = int64_t{16} << 20;
+  constexpr uintptr_t kUnit = 16;
+  const auto begin = (reinterpret_cast<uintptr_t>(from) + kUnit - 1) / kUnit * kUnit,
+             end = (reinterpret_cast<uintptr_t>(from) + static_cast<uintptr_t>(bytes)) / kUnit * kUnit;
+  if (bytes <= 0 || bytes > kMost || end <= begin) return {};
+  const auto share = (end - begin + static_cast<uintptr_t>(blocks) - 1) / static_cast<uintptr_t>(blocks);
+  return {reinterpret_cast<const unsigned char*>(begin), reinterpret_cast<const unsigned char*>(end),
+          static_cast<uint32_t>((share + kUnit - 1) / kUnit * kUnit)};
+}
+Early early_list(const Dense& d, int64_t blocks) {
+  constexpr int64_t kId = sizeof(int32_t);
+  if (d.pages.indptr != nullptr) return early_of(d.pages.indices, d.pages.num_indices * kId, blocks);
+  if (d.pages.num_table_rows == 0) return {};
+  return early_of(d.pages.pages, ((d.pages.num_table_rows - 1) * d.pages.row_stride + d.pages.num_columns) * kId,
+                  blocks);
+}
+Early early_list(const Sparse& s, int64_t blocks) {
+  if (s.num_rows == 0) return {};
+  return early_of(s.slots, ((s.num_rows - 1) * s.slots_row_stride + s.list_width) * int64_t{sizeof(int32_t)}, blocks);
+}
+
 template <class Params>
 void fill_common(Common& c, const Params& p) {
   c.q = static_cast<const uint16_t*>(p.q.data);
@@ -74,9 +97,13 @@ void launch(const char* function, void (*kernel)(Problem, Schedule, CUtensorMap)
   schedule.lane_blocks = l.lane_blocks;
   schedule.num_groups = static_cast<int>(s.num_groups);
   schedule.num_slots = l.num_slots;
-  launch_kernel(function, kernel,
-                {.blocks = int64_t{l.num_parts} * l.lane_blocks, .threads = kThreads, .shared_bytes = shared_bytes},
-                c.stream, p, schedule, map);
+  const int64_t blocks = int64_t{l.num_parts} * l.lane_blocks;
+  const bool dense_rows = p.q_head_stride == kWidth && p.q_row_stride == p.num_heads * p.q_head_stride;
+  const int64_t query_bytes = p.num_rows * p.q_row_stride * (p.q_e4m3 ? 1 : 2);
+  if (dense_rows) schedule.early[0] = early_of(p.q, query_bytes, blocks);
+  schedule.early[1] = early_list(p, blocks);
+  launch_kernel(function, kernel, {.blocks = blocks, .threads = kThreads, .shared_bytes = shared_bytes}, c.stream, p,
+                schedule, map);
   const int64_t merges = int64_t{l.num_slots} * s.lanes_per_group * kSlices;  // as many as there can be
   launch_kernel(function, combine_kernel<Problem>,
                 {.blocks = std::min<int64_t>(2 * l.sms, merges), .threads = kCombineThreads}, c.stream, p, schedule);

@@ -92,12 +92,20 @@ constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
 constexpr int kLeft = 0, kRight = 1;
 constexpr int kMaxParts = 256;
 
+/// What every block reads a part of, but can say which only when it knows its part: asked for before. Each block asks
+/// for `share` bytes of it, all multiples of 16.
+struct Early {
+  const unsigned char *begin, *end;
+  uint32_t share;
+};
+
 struct Schedule {
   int4* cuts;     // [num_slots], for combine_kernel: group, first part, number of parts (1: nothing to merge)
   int num_parts;  // of each lane block
   int lane_blocks;
   int num_groups;
-  int num_slots;  // min(num_groups, num_parts): a slot for each group, or for each part (the group that it begins)
+  int num_slots;   // min(num_groups, num_parts): a slot for each group, or for each part (the group that it begins)
+  Early early[2];  // queries, and page ids or slots
 };
 
 struct Shared {
@@ -124,6 +132,16 @@ constexpr uint8_t kAbsent = 0, kPresent = 1, kMarked = 3;
 // of 227.
 constexpr int kSharedBytes = kTileBytes + static_cast<int>(sizeof(Shared));
 static_assert(kSharedBytes <= 227 * 1024);
+
+/// One thread of a warp that has least to do, behind wait_for_stream().
+__device__ inline void ask_early(const Schedule& schedule) {
+  if (threadIdx.x != kThreads - 32) return;
+#pragma unroll
+  for (const Early& e : schedule.early) {
+    const int64_t at = int64_t{blockIdx.x} * e.share, left = e.end - e.begin - at;
+    if (left > 0) prefetch_bytes(e.begin + at, static_cast<uint32_t>(min(left, int64_t{e.share})));
+  }
+}
 
 // Lengths are int32, so tiles, and the line of a call that fits a GPU's memory, are 32-bit numbers.
 template <class Problem>
@@ -966,6 +984,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   wait_for_stream();
   let_next_start();
+  ask_early(schedule);
   find_part(p, schedule, part, s, reinterpret_cast<int*>(weights));
   if (threadIdx.x < kConsumerThreads) {
     register_increase<kConsumerRegisters<Problem, kPages>>();
