@@ -43,12 +43,6 @@ __device__ inline void copy_page_box(uint32_t shared, const CUtensorMap& map, ui
       : "memory");
 }
 /// Asks for `bytes` (a multiple of 16) of global memory from `from` on to come to the L2. Nothing waits for it.
-__device__ inline void prefetch_bytes(const void* from, uint32_t bytes, uint64_t policy) {
-  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(__cvta_generic_to_global(from)),
-               "r"(bytes), "l"(policy)
-               : "memory");
-}
-/// The same for lines that may be read again.
 __device__ inline void prefetch_bytes(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes)
                : "memory");
