@@ -486,7 +486,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     s.piece = 0;
   }
   wait_for_stream();
-  let_next_start();
   find_part(p, schedule, part, s, reinterpret_cast<int*>(weights));
   if (threadIdx.x < kConsumerThreads) {
     register_increase<kOthersRegisters>();
