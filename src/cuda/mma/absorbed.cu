@@ -86,7 +86,7 @@ void fill_common(Common& c, const Params& p) {
   c.max_row_stride = p.max_logits.given() ? p.max_logits.stride[0] : 0;
 }
 
-template <class C, LatentFormat kFormat, class Problem>
+template <class C, LatentFormat kFormat, class Operands = Bf16Operands, class Problem>
 void launch_config(const char* function, Problem& p, const Shape& s, int device, const RunContext& c) {
   const Layout l = layout_of<C>(function, s, device);
   p.partial = reinterpret_cast<float*>(c.workspace + l.cut_bytes);
@@ -101,7 +101,7 @@ void launch_config(const char* function, Problem& p, const Shape& s, int device,
   const auto page_size = static_cast<uint32_t>(p.cache.page_size);
   schedule.page_shift = std::has_single_bit(page_size) ? std::countr_zero(page_size) : -1;
   const int64_t blocks = int64_t{l.num_parts} * l.lane_blocks;
-  launch_kernel(function, absorbed_kernel<C, kFormat, Problem>,
+  launch_kernel(function, absorbed_kernel<C, kFormat, Operands, Problem>,
                 {.blocks = blocks, .threads = kThreads, .shared_bytes = C::kSharedBytes}, c.stream, p, schedule);
   launch_kernel(function, combine_kernel<C::kLanes, Problem>,
                 {.blocks = blocks * (C::kLanes / kCombineLanes), .threads = kCombineThreads}, c.stream, p, schedule);
@@ -118,7 +118,9 @@ void launch(const char* function, Problem& p, Shape s, Device device, const RunC
     }
     switch (p.cache.format) {
       case LatentFormat::kBf16: return launch_config<C, LatentFormat::kBf16>(function, p, s, device.index, c);
-      case LatentFormat::kE4m3: return launch_config<C, LatentFormat::kE4m3>(function, p, s, device.index, c);
+      case LatentFormat::kE4m3:
+        if (p.q_e4m3) return launch_config<C, LatentFormat::kE4m3, HalfOperands>(function, p, s, device.index, c);
+        return launch_config<C, LatentFormat::kE4m3>(function, p, s, device.index, c);
       case LatentFormat::kPacked656: return launch_config<C, LatentFormat::kPacked656>(function, p, s, device.index, c);
       default: break;  // refused by the set
     }

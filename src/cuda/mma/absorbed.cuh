@@ -25,8 +25,11 @@
 // e4m3 rows are copied into half of the free stage, a tile ahead, and converted in their place beside O, by half of the
 // warps before their product and by the other half behind it, so that conversions run under products. An e4m3 value is
 // a bf16 value; the scale of a kE4m3 pool goes into the softmax scale and into the result, so nothing is rounded. The
-// scales of 656-byte rows are applied, to bf16. With room for one tile only (sm_80 has 163 KB a block, sm_86 and sm_89
-// 99) tiles are loaded when the last one has been used, and on 99 KB a block has 16 lanes.
+// scales of 656-byte rows are applied, to bf16. Where queries are e4m3 too, all operands are half instead of bf16: it
+// holds every e4m3 value as well, an instruction widens two (by way of bf16 it takes four: 288 of a warp's 1,150 a
+// tile), scores are the same, and weights, at most 2^8, keep three bits more. With room for one tile only (sm_80 has
+// 163 KB a block, sm_86 and sm_89 99) tiles are loaded when the last one has been used, and on 99 KB a block has 16
+// lanes.
 //
 // Masks. Scores of keys that a lane does not see are replaced by select, rows that nobody sees are zeros and not read.
 // A key of weight 0, one that others of the block see or one whose score is -inf, must not reach a lane even as 0 * NaN
@@ -50,7 +53,7 @@ namespace cuda {
 namespace mma {
 
 constexpr float kLog2Of = 1.44269504f, kLnOf = 0.69314718f;  // log2(e) and ln(2)
-constexpr float kSlack = 8.0f;                               // weights are at most 2^8
+constexpr float kSlack = 8.0f;                               // weights are at most 2^8, which half holds
 constexpr int kBlocks = kWidth / 64;                         // of 64 columns, in which rows lie in shared memory
 constexpr int kBlockBytes = kKeys * 128;                     // of a tile: 64 rows of 64 bf16
 constexpr int kStageBytes = kBlocks * kBlockBytes;           // 73,728
@@ -101,26 +104,36 @@ __device__ inline const unsigned char* row_of(const Sparse& p, const Schedule& s
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-/// Two e4m3 values, bytes `first` and `first` + 1 of four, as bf16. There is no instruction before sm_89: the seven
-/// bits below the sign are moved under bf16's exponent, which makes them 2^-120 of the value (small ones too: the
-/// product takes subnormals), and NaN, 0x7f, is found by a carry.
+/// Two e4m3 values, bytes `first` and `first` + 1 of four, as bf16 or half. There is no instruction before sm_89: the
+/// seven bits below the sign are moved under the other exponent, which makes them 2^-120 or 2^-8 of the value (small
+/// ones too: the product takes subnormals), and NaN, 0x7f, is found by a carry.
+template <bool kHalf>
 __device__ inline uint32_t widen_pair(uint32_t four, int first) {
   const uint32_t high = __byte_perm(four, 0, first == 0 ? 0x1404 : 0x3424);  // each byte over a zero
-  const uint32_t small = (high & 0x80008000u) | ((high >> 4) & 0x07f007f0u);
-  constexpr uint32_t kTwoTo120 = 0x7b807b80u, kMinusZero = 0x80008000u;
+  constexpr uint32_t kTwoTo120 = 0x7b807b80u, kTwoTo8 = 0x5c005c00u, kMinusZero = 0x80008000u;
+  const uint32_t sign = high & 0x80008000u;
   uint32_t pair;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(small), "r"(kTwoTo120), "r"(kMinusZero));
+  if constexpr (kHalf)
+    asm("fma.rn.f16x2 %0, %1, %2, %3;"
+        : "=r"(pair)
+        : "r"(sign | ((high >> 1) & 0x3f803f80u)), "r"(kTwoTo8), "r"(kMinusZero));
+  else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+        : "=r"(pair)
+        : "r"(sign | ((high >> 4) & 0x07f007f0u)), "r"(kTwoTo120), "r"(kMinusZero));
   const uint32_t nan = ((four & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
   return pair | (__byte_perm(nan, 0, first == 0 ? 0x9988 : 0xbbaa) & 0x7fff7fffu);  // signs, replicated
 }
 /// Four e4m3 values as bf16: exact.
-__device__ inline uint2 widen_e4m3(uint32_t four) { return {widen_pair(four, 0), widen_pair(four, 2)}; }
+__device__ inline uint2 widen_e4m3(uint32_t four) { return {widen_pair<false>(four, 0), widen_pair<false>(four, 2)}; }
+/// As half: exact.
+__device__ inline uint2 widen_to_half(uint32_t four) { return {widen_pair<true>(four, 0), widen_pair<true>(four, 2)}; }
 /// The same times a scale.
 __device__ inline uint2 widen_e4m3(uint32_t four, float scale) {
   const auto times = [&](uint32_t two) {
     return round_to_bf16x2(__uint_as_float(two << 16) * scale, __uint_as_float(two & 0xffff0000u) * scale);
   };
-  return {times(widen_pair(four, 0)), times(widen_pair(four, 2))};
+  return {times(widen_pair<false>(four, 0)), times(widen_pair<false>(four, 2))};
 }
 #else
 __device__ inline float2 widen_pair(uint32_t two) {  // by way of half, which holds every e4m3 value
@@ -131,6 +144,13 @@ __device__ inline uint2 widen_e4m3(uint32_t four) {
   const float2 low = widen_pair(four & 0xffffu), high = widen_pair(four >> 16);
   return {round_to_bf16x2(low.x, low.y), round_to_bf16x2(high.x, high.y)};
 }
+/// As half: exact.
+__device__ inline uint2 widen_to_half(uint32_t four) {
+  uint2 x;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(x.x) : "h"(static_cast<uint16_t>(four)));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(x.y) : "h"(static_cast<uint16_t>(four >> 16)));
+  return x;
+}
 /// The same times a scale.
 __device__ inline uint2 widen_e4m3(uint32_t four, float scale) {
   const float2 low = widen_pair(four & 0xffffu), high = widen_pair(four >> 16);
@@ -138,14 +158,32 @@ __device__ inline uint2 widen_e4m3(uint32_t four, float scale) {
 }
 #endif
 
+/// What the products multiply.
+struct Bf16Operands {
+  static constexpr bool kHalf = false;
+  __device__ static uint2 widen(uint32_t four) { return widen_e4m3(four); }
+  __device__ static uint32_t round(float low, float high) { return round_to_bf16x2(low, high); }
+  __device__ static void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    mma_bf16(d, a, b0, b1);
+  }
+};
+struct HalfOperands {
+  static constexpr bool kHalf = true;
+  __device__ static uint2 widen(uint32_t four) { return widen_to_half(four); }
+  __device__ static uint32_t round(float low, float high) { return round_to_half2(low, high); }
+  __device__ static void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    mma_half(d, a, b0, b1);
+  }
+};
+
 /// Loads the tiles of a piece. Rows in shared memory are 128 bytes in each of nine blocks; the 16-byte piece c of row r
 /// lies at c ^ (r % 8), so that eight rows of an ldmatrix are in different banks. fetch_names() for a tile, then
 /// begin(), then copy() of each block, then convert(); keys from `end` on are not there.
-template <LatentFormat kFormat>
+template <LatentFormat kFormat, class Operands>
 struct Loader;
 
 template <>
-struct Loader<LatentFormat::kBf16> {
+struct Loader<LatentFormat::kBf16, Bf16Operands> {
   static constexpr bool kConverts = false;
   static constexpr int kRows = 2;  // a thread's: eight threads copy 128 bytes of a row
   int32_t names[kRows];
@@ -188,7 +226,7 @@ struct Loader<LatentFormat::kBf16> {
 /// the row's own place, the scales of a 656-byte row into block 3 and its rotated values where they belong; convert()
 /// reads them back and writes the row over them, so that they take no registers and no memory while they travel. The
 /// threads of a row are neighbours in a warp, and nobody else touches its place.
-template <LatentFormat kFormat>
+template <LatentFormat kFormat, class Operands>
 struct Loader {
   static_assert(kFormat == LatentFormat::kE4m3 || kFormat == LatentFormat::kPacked656);
   static constexpr bool kConverts = true, kPacked = kFormat == LatentFormat::kPacked656;
@@ -255,7 +293,7 @@ struct Loader {
           const float scale = b / 2 == 0 ? scales.x : b / 2 == 1 ? scales.y : b / 2 == 2 ? scales.z : scales.w;
           w[i] = widen_e4m3(v[i], scale);
         } else {
-          w[i] = widen_e4m3(v[i]);
+          w[i] = Operands::widen(v[i]);
         }
       }
 #pragma unroll
@@ -270,7 +308,7 @@ struct Loader {
 
 /// acc += P V for one lane at a time, without the values of keys that have no weight for it. `values`: address of an
 /// ldmatrix of this warp's columns, as in the usual product; `weights`: P in shared memory.
-template <int kLaneTiles>
+template <class Operands, int kLaneTiles>
 __device__ __forceinline__ void careful_product(float (&acc)[kLaneTiles][8][4], const unsigned char* weights,
                                                 uint32_t values) {
   const int lane = static_cast<int>(threadIdx.x) % 32, quad = lane % 4;
@@ -299,7 +337,7 @@ __device__ __forceinline__ void careful_product(float (&acc)[kLaneTiles][8][4], 
           for (int i = 0; i < 2; ++i) {
             float(&c)[4] = acc[m][2 * n + i];
             float d[4] = {c[0], c[1], c[2], c[3]};
-            mma_bf16(d, a, b[2 * i] & keep_low, b[2 * i + 1] & keep_high);
+            Operands::multiply(d, a, b[2 * i] & keep_low, b[2 * i + 1] & keep_high);
 #pragma unroll
             for (int j = 0; j < 4; ++j) c[j] = own && (r >= 8) == (j >= 2) ? d[j] : c[j];
           }
@@ -310,7 +348,7 @@ __device__ __forceinline__ void careful_product(float (&acc)[kLaneTiles][8][4], 
 }
 
 // Grid: lane blocks x parts, lane blocks fastest, so that blocks that share keys run side by side.
-template <class C, LatentFormat kFormat, class Problem>
+template <class C, LatentFormat kFormat, class Operands, class Problem>
 __global__ void __launch_bounds__(kThreads, 1)
     absorbed_kernel(const __grid_constant__ Problem p, const __grid_constant__ Schedule schedule) {
   wait_for_stream();
@@ -374,11 +412,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int target = l * 128 + ((piece ^ (l % 8)) * 16);
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
-        if (p.q_e4m3) {
+        if (Operands::kHalf || p.q_e4m3) {
           const uint2 v = ok ? *reinterpret_cast<const uint2*>(reinterpret_cast<const unsigned char*>(p.q) + at +
                                                                b * 64 + 8 * piece)
                              : uint2{0, 0};
-          const uint2 x = widen_e4m3(v.x), y = widen_e4m3(v.y);
+          const uint2 x = Operands::widen(v.x), y = Operands::widen(v.y);
           *reinterpret_cast<uint4*>(shared + b * C::kQueryBlock + target) = {x.x, x.y, y.x, y.y};
         } else {
           copy_async_16(shared_address(shared) + b * C::kQueryBlock + target, p.q + at + b * 64 + 8 * piece, ok);
@@ -399,7 +437,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       sum[0] = sum[1] = 0.0f;
       if (tid < C::kLanes) s.largest[tid] = -INFINITY;
 
-      Loader<kFormat> loader;
+      Loader<kFormat, Operands> loader;
       const int end = min(most, walk.last_tile * kKeys);
       loader.fetch_names(p, schedule, list, walk.first_tile, end);
       loader.begin(p, schedule, walk.first_tile, stage0, s.present[0]);
@@ -441,8 +479,8 @@ __global__ void __launch_bounds__(kThreads, 1)
               ldmatrix_x4(b, ((keys + key_offset) ^ flip) + block * kBlockBytes + n * 16 * 128);
 #pragma unroll
               for (int m = 0; m < C::kRowTiles; ++m) {
-                mma_bf16(score[m][2 * n], a[m], b[0], b[1]);
-                mma_bf16(score[m][2 * n + 1], a[m], b[2], b[3]);
+                Operands::multiply(score[m][2 * n], a[m], b[0], b[1]);
+                Operands::multiply(score[m][2 * n + 1], a[m], b[2], b[3]);
               }
             }
           }
@@ -453,9 +491,9 @@ __global__ void __launch_bounds__(kThreads, 1)
             uint32_t a[4], b[4];
             ldmatrix_x4(b, ((keys + key_offset) ^ ((k & 1) << 6)) + (k >> 1) * kBlockBytes);
             ldmatrix_x4(a, (query_address[0] ^ ((k & 1) << 6)) + (k >> 1) * C::kQueryBlock);
-            mma_bf16(score[0][0], a, b[0], b[1]);
+            Operands::multiply(score[0][0], a, b[0], b[1]);
             ldmatrix_x4(a, (query_address[0] ^ ((k & 1) << 6) ^ 32) + (k >> 1) * C::kQueryBlock);
-            mma_bf16(score[0][0], a, b[2], b[3]);
+            Operands::multiply(score[0][0], a, b[2], b[3]);
           }
         }
         copy_async_commit();
@@ -533,7 +571,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           for (int j = 0; j < kGroups; ++j) {
             const float w0 = exp2_approx(fmaf(x[j][2 * half], scale, -shift));
             const float w1 = exp2_approx(fmaf(x[j][2 * half + 1], scale, -shift));
-            const uint32_t pair = round_to_bf16x2(w0, w1);
+            const uint32_t pair = Operands::round(w0, w1);
             own += w0 + w1;  // not the rounded ones, over which an LSE of few keys would be off by 2^-9
             const int piece = warp_n * kGroups + j;
             *reinterpret_cast<uint32_t*>(weights + row * 128 + (piece ^ (row % 8)) * 16 + 4 * quad) = pair;
@@ -547,7 +585,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const auto convert_next = [&] {
           if (more) loader.convert(stages + other * kStageBytes);
         };
-        if (Loader<kFormat>::kConverts && C::kStages == 2 && warp < kWarps / 2) convert_next();
+        if (Loader<kFormat, Operands>::kConverts && C::kStages == 2 && warp < kWarps / 2) convert_next();
         if (changed) {
 #pragma unroll
           for (int m = 0; m < C::kLaneTiles; ++m) {
@@ -573,15 +611,15 @@ __global__ void __launch_bounds__(kThreads, 1)
               ldmatrix_x4_trans(b, ((keys + value_offset) ^ (n << 5)) + k * 16 * 128);
 #pragma unroll
               for (int m = 0; m < C::kLaneTiles; ++m) {
-                mma_bf16(acc[m][2 * n], a[m], b[0], b[1]);
-                mma_bf16(acc[m][2 * n + 1], a[m], b[2], b[3]);
+                Operands::multiply(acc[m][2 * n], a[m], b[0], b[1]);
+                Operands::multiply(acc[m][2 * n + 1], a[m], b[2], b[3]);
               }
             }
           }
         } else {
-          careful_product(acc, weights, keys + value_offset);
+          careful_product<Operands>(acc, weights, keys + value_offset);
         }
-        if (Loader<kFormat>::kConverts && C::kStages == 2 && warp >= kWarps / 2) convert_next();
+        if (Loader<kFormat, Operands>::kConverts && C::kStages == 2 && warp >= kWarps / 2) convert_next();
         if constexpr (C::kStages == 1) {
           __syncthreads();
           begin_next();
