@@ -7,8 +7,9 @@
 // Work in flight. 4.46 TB/s over some 800 ns under load are 27 KB a multiprocessor, reads and writes together. A warp
 // serves kRows rows (4 latent rows, 8 index keys) and asks for all their values, 9 or 4 accesses of 16 bytes a lane,
 // before it looks at the first: 4.6 and 2 KB a warp, six and thirteen warps' worth. When it writes it does not wait for
-// the slots either. Lane i works out where the i-th row lies (a division and four products); the others ask it. Rope
-// values of four rows fill a warp's access, as those of one would not.
+// the slots either. Of few rows a warp takes fewer, one or two: with four, 1,024 rows are 256 warps for 528 schedulers,
+// and each has four rows' instructions one behind the other. Lane i works out where the i-th row lies (a division and
+// four products); the others ask it. Rope values of four rows fill a warp's access, as those of one would not.
 //
 // Arithmetic. Values are divided by a scale with one rounding, as the contract says (gannet/ops.h). By a power of two
 // it is a product. By another number d, for bf16 values y, three instructions: with r = 1 / d rounded, q = y r,
@@ -36,8 +37,9 @@ namespace generic {
 namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
-constexpr int kGroup = 128;         // latent values of a scale of a packed row
-constexpr float kLargest = 448.0f;  // of e4m3
+constexpr int64_t kMostForOne = 1024, kMostForTwo = 8192;  // latent rows of a call, for one and for two of a warp
+constexpr int kGroup = 128;                                // latent values of a scale of a packed row
+constexpr float kLargest = 448.0f;                         // of e4m3
 constexpr uint32_t kAll = 0xffffffffu;
 
 /// How rows lie in a cache; index keys are rows without rope.
@@ -60,15 +62,15 @@ struct Rows {
   ScaleRule rule;
 };
 
-/// Widths that the compiler knows, and rows for a warp such that each access of a warp is full.
-template <int kDim, int kRope>
+/// Widths that the compiler knows, and rows for a warp such that each access of a warp to latent parts is full.
+template <int kDim, int kRope, int kRowsOfWarp>
 struct Fixed {
   static constexpr bool kKnown = true;
   using Stride = int32_t;  // of rows outside, in values
-  static constexpr int kRows = kRope == 0 ? 8 : 4;
+  static constexpr int kRows = kRowsOfWarp;
   static constexpr int kLatentEights = kDim / 8, kRopeEights = kRope / 8;
-  static constexpr int kBatch = kRows * (kDim + kRope) / 8 / 32;
-  static_assert(kRows * kDim % 256 == 0 && kRows * kRope % 256 == 0);
+  static constexpr int kBatch = (kRows * (kDim + kRope) / 8 + 31) / 32;
+  static_assert(kRows * kDim % 256 == 0);
   __device__ static constexpr int dim(const Rows&) { return kDim; }
   __device__ static constexpr int rope_dim(const Rows&) { return kRope; }
 };
@@ -520,14 +522,20 @@ template <bool kWrites, Layout kLayout>
 void run_layout(const char* function, const Rows& a, DType outside, const Device& device, Stream stream) {
   if (outside != DType::kBf16) return launch<Any>(function, kKernel<kWrites, float, kLayout, Any>, a, device, stream);
   if constexpr (kLayout != Layout::kF32) {
-    using Latent = Fixed<512, 64>;
-    using Index = Fixed<128, 0>;
-    constexpr int64_t kMostStride = std::numeric_limits<Latent::Stride>::max();
+    using Index = Fixed<128, 0, 8>;
+    constexpr int64_t kMostStride = std::numeric_limits<Index::Stride>::max();
     bool fits = a.latent_stride <= kMostStride && a.rope_stride <= kMostStride && a.num_slots >> 32 == 0;
     if (kLayout == Layout::kE4m3) fits = fits && a.scale >= kLeastDivisor && a.scale <= kMostDivisor;
     if (kLayout == Layout::kPlanar) fits = fits && (a.page_size % 4 == 0 || a.rope_dim == 0);  // else rope is unaligned
-    if (fits && a.dim == 512 && a.rope_dim == 64)
-      return launch<Latent>(function, kKernel<kWrites, uint16_t, kLayout, Latent>, a, device, stream);
+    if (fits && a.dim == 512 && a.rope_dim == 64) {
+      const auto with_rows = [&]<int kRows>() {
+        using Few = Fixed<512, 64, kRows>;
+        launch<Few>(function, kKernel<kWrites, uint16_t, kLayout, Few>, a, device, stream);
+      };
+      if (a.count <= kMostForOne) return with_rows.template operator()<1>();
+      if (a.count <= kMostForTwo) return with_rows.template operator()<2>();
+      return with_rows.template operator()<4>();
+    }
     if constexpr (kLayout == Layout::kBf16 || kLayout == Layout::kPlanar)
       if (fits && a.dim == 128 && a.rope_dim == 0)
         return launch<Index>(function, kKernel<kWrites, uint16_t, kLayout, Index>, a, device, stream);
