@@ -20,6 +20,7 @@
 // Widths other than 512 + 64 and 128, fp32 rows, and what else the fixed kernels leave out run through the same code
 // with widths that are arguments, kBatch accesses at a time.
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <type_traits>
 
@@ -59,6 +60,7 @@ struct Rows {
   int32_t page_size, dim, rope_dim;
   uint32_t page_inverse;  // 2^32 / page_size rounded down, at most 2^32 - 1
   float scale, inverse;   // kE4m3
+  bool exact_inverse;     // scale is a power of two, so that a quotient is the product with the inverse
   ScaleRule rule;
 };
 
@@ -422,14 +424,19 @@ __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__
 #pragma unroll
         for (float& y : x) y = divisor.template divide<T>(y);
       } else if constexpr (kLayout == Layout::kE4m3) {
+        if (a.exact_inverse) {
 #pragma unroll
-        for (float& y : x) {
-          if constexpr (W::kKnown) {
-            constexpr float kSaturated = 1024.0f;  // far beyond 448, and far below where the remainder overflows
-            const float simple = y * a.inverse;
-            y = fabsf(simple) < kSaturated ? quotient(y, a.scale, a.inverse) : simple;
-          } else {
-            y = __fdiv_rn(y, a.scale);
+          for (float& y : x) y *= a.inverse;
+        } else {
+#pragma unroll
+          for (float& y : x) {
+            if constexpr (W::kKnown) {
+              constexpr float kSaturated = 1024.0f;  // far beyond 448, and far below where the remainder overflows
+              const float simple = y * a.inverse;
+              y = fabsf(simple) < kSaturated ? quotient(y, a.scale, a.inverse) : simple;
+            } else {
+              y = __fdiv_rn(y, a.scale);
+            }
           }
         }
       }
@@ -581,6 +588,8 @@ void run_latent(const Params& p, const RunContext& c) {
   a.rope_dim = v.geometry.rope_dim;
   a.scale = v.scale;
   a.inverse = v.scale > 0.0f ? 1.0f / v.scale : 0.0f;
+  int exponent = 0;
+  a.exact_inverse = v.scale >= kLeastDivisor && v.scale <= kMostDivisor && std::frexp(v.scale, &exponent) == 0.5f;
   a.rule = ScaleRule::kToken;
   const auto run = [&](Layout layout) {
     run_rows<kWrites>(Params::kName, a, layout, p.latent.dtype, p.latent.device, c.stream);
