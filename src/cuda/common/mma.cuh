@@ -72,8 +72,11 @@ __device__ inline uint32_t note_non_finite(uint32_t seen, uint32_t x) {
 }
 __device__ inline bool any_non_finite(uint32_t seen) { return (seen & 0x7fff7fffu) != 0; }
 
-/// A barrier of two warps, `id` from 1.
-__device__ inline void pair_barrier(int id) { asm volatile("bar.sync %0, 64;" ::"r"(id) : "memory"); }
+/// A barrier of so many warps, `id` from 1.
+template <int kWarps>
+__device__ inline void warps_barrier(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(32 * kWarps) : "memory");
+}
 
 /// 16 bytes from global to shared memory, past the L1; `copy` false writes zeros and reads nothing.
 __device__ inline void copy_async_16(uint32_t shared, const void* global, bool copy) {

@@ -20,7 +20,8 @@
 // wgmma's 4,096 flop a cycle) for 8.9 Mflop. S is bound by shared memory (2,560), O by the tensor cores (1,650); with
 // 500 for softmax and barriers 4,700 cycles: 420 TFLOP/s on 132 SMs at 1.7 GHz. The version before this one gave each
 // warp 16 lanes for S and for O and read 850 KB for the same: 295 TFLOP/s at best. The exchange takes no memory of its
-// own: after S nobody needs the tile's rotated columns, nor P of the tile before.
+// own: after S nobody needs the tile's rotated columns, nor P of the tile before. Two barriers a tile are of all warps,
+// where the tile is there and where P is; the exchange has one of two warps, maxima one of the four that share lanes.
 //
 // e4m3 rows are copied into half of the free stage, a tile ahead, and converted in their place beside O, by half of the
 // warps before their product and by the other half behind it, so that conversions run under products. An e4m3 value is
@@ -500,15 +501,23 @@ __global__ void __launch_bounds__(kThreads, 1)
         constexpr int kGroups = C::kWarpKeys / 8;
         float x[kGroups][4];
         if constexpr (C::kSplit == 2) {
-          __syncthreads();  // nobody reads the rotated columns any more
+          constexpr int kSlotBytes = kGroups * 512;
+          // Rows that are to be converted leave the first blocks of the next tile's stage free; where there are none, P
+          // of the tile before is, and after S the tile's rotated columns.
+          constexpr bool kRoom = Loader<kFormat, Operands>::kConverts && C::kStages == 2;
+          if constexpr (!kRoom) __syncthreads();  // nobody reads the rotated columns any more
           const auto slot = [&](int w) {
-            unsigned char* base = w < kWarps / 2 ? weights : stages + stage * kStageBytes + (kBlocks - 1) * kBlockBytes;
-            return reinterpret_cast<float4*>(base + w % (kWarps / 2) * (kGroups * 512)) + lane;
+            unsigned char* base = stages + other * kStageBytes + w * kSlotBytes;
+            if constexpr (kRoom)
+              static_assert(kWarps * kSlotBytes <= Loader<kFormat, Operands>::kScaleBlock * kBlockBytes);
+            else if (w < kWarps / 2) base = weights + w * kSlotBytes;
+            else base = stages + stage * kStageBytes + (kBlocks - 1) * kBlockBytes + w % (kWarps / 2) * kSlotBytes;
+            return reinterpret_cast<float4*>(base) + lane;
           };
 #pragma unroll
           for (int j = 0; j < kGroups; ++j)
             slot(warp)[32 * j] = {score[1][j][0], score[1][j][1], score[1][j][2], score[1][j][3]};
-          pair_barrier(1 + warp % (kWarps / 2));
+          warps_barrier<2>(1 + warp % (kWarps / 2));
 #pragma unroll
           for (int j = 0; j < kGroups; ++j) {
             const float4 from = slot(warp ^ (kWarps / 2))[32 * j];
@@ -547,7 +556,8 @@ __global__ void __launch_bounds__(kThreads, 1)
           m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
           if (quad == 0) s.max[warp_n][own_row + 8 * half] = m;
         }
-        __syncthreads();
+        // The warps of these lanes have their maxima, and have read the sums that lay in the place of their weights.
+        warps_barrier<kWarps / C::kWarpsM>(1 + kWarps / 2 + warp_m);
         bool changed = false;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
