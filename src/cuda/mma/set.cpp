@@ -3,6 +3,7 @@
 #include "core/format.h"
 #include "cuda/common/check.h"
 #include "cuda/common/index_select.h"
+#include "cuda/common/refuse.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -25,31 +26,13 @@ std::string refuses_absorbed(const Params& p) {
 
 /// IndexLogits, or IndexSelect over scores of this set.
 template <class Params>
-std::string refuses_indexer(const Params& p, int64_t num_columns) {
-  constexpr int64_t kMaxHeads = 64, kMaxColumns = int64_t{1} << 30;  // positions are 32-bit numbers in the kernel
-  if (p.q.dtype != DType::kBf16 && p.q.dtype != DType::kE4m3)
-    return fmt::format("q is {}; accepted: bf16, e4m3", to_string(p.q.dtype));
-  if (p.cache.format != IndexKFormat::kE4m3)
-    return fmt::format("index keys are {}; accepted: e4m3", to_string(p.cache.format));
-  if (p.cache.head_dim != 64 && p.cache.head_dim != 128)
-    return fmt::format("head_dim is {}; accepted: 64, 128", p.cache.head_dim);
-  if (p.q.shape[1] > kMaxHeads) return fmt::format("index heads are {}; accepted: up to {}", p.q.shape[1], kMaxHeads);
-  if (num_columns > kMaxColumns) return fmt::format("{} keys a row; accepted: up to {}", num_columns, kMaxColumns);
-  return {};
+std::string refuses_scores(const Params& p, int64_t num_columns) {
+  return refuses_indexer(p, num_columns, {DType::kBf16, DType::kE4m3}, {64, 128});
 }
+std::string refuses_index_logits(const IndexLogits& p) { return refuses_scores(p, p.logits.shape[1]); }
+std::string refuses_index_select(const IndexSelect& p) { return refuses_scores(p, p.max_seq_len); }
 
-std::string refuses_index_logits(const IndexLogits& p) { return refuses_indexer(p, p.logits.shape[1]); }
-std::string refuses_index_select(const IndexSelect& p) { return refuses_indexer(p, p.max_seq_len); }
-
-std::string refuses_ragged(const RaggedPrefill& p) {
-  if (p.q.dtype != DType::kBf16) return fmt::format("q is {}; accepted: bf16", to_string(p.q.dtype));
-  const int64_t key = p.q.shape[2], value = p.v.shape[2];
-  if (!(key == 192 && value == 128) && !(key == 256 && value == 256))
-    return fmt::format("keys and values are {} and {} wide; accepted: 192 and 128, 256 and 256", key, value);
-  if (p.k_rope.given() && p.k_rope.shape[1] != 64)
-    return fmt::format("k_rope is {} wide; accepted: 64", p.k_rope.shape[1]);
-  return {};
-}
+std::string refuses_prefill(const RaggedPrefill& p) { return refuses_ragged(p, {{192, 128}, {256, 256}}); }
 
 }  // namespace
 
@@ -65,7 +48,7 @@ const ImplementationSet& mma_set() noexcept {
             return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
                    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major >= 8;
           },
-      .ragged_prefill = {refuses_ragged, nullptr, mma::run_ragged_prefill},
+      .ragged_prefill = {refuses_prefill, nullptr, mma::run_ragged_prefill},
       .mla_decode = {refuses_absorbed<MlaDecode>, mma::workspace_mla_decode, mma::run_mla_decode, true},
       .index_logits = {refuses_index_logits, nullptr, run_index_logits_over<mma::launch_index_logits>},
       .index_select = {refuses_index_select, workspace_index_select, run_index_select_over<mma::launch_index_logits>},

@@ -46,28 +46,13 @@ std::string refuses_dense(const MlaDecode& p) {
 
 /// IndexLogits, or IndexSelect over scores of this set.
 template <class Params>
-std::string refuses_indexer(const Params& p, int64_t num_columns) {
-  constexpr int64_t kMaxHeads = 64, kMaxColumns = int64_t{1} << 30;  // positions are 32-bit numbers in the kernel
-  if (p.q.dtype != DType::kE4m3) return fmt::format("q is {}; accepted: e4m3", to_string(p.q.dtype));
-  if (p.cache.format != IndexKFormat::kE4m3)
-    return fmt::format("index keys are {}; accepted: e4m3", to_string(p.cache.format));
-  if (p.cache.head_dim != 128) return fmt::format("head_dim is {}; accepted: 128", p.cache.head_dim);
-  if (p.q.shape[1] > kMaxHeads) return fmt::format("index heads are {}; accepted: up to {}", p.q.shape[1], kMaxHeads);
-  if (num_columns > kMaxColumns) return fmt::format("{} keys a row; accepted: up to {}", num_columns, kMaxColumns);
-  return {};
+std::string refuses_scores(const Params& p, int64_t num_columns) {
+  return refuses_indexer(p, num_columns, {DType::kE4m3}, {128});
 }
+std::string refuses_index_logits(const IndexLogits& p) { return refuses_scores(p, p.logits.shape[1]); }
+std::string refuses_index_select(const IndexSelect& p) { return refuses_scores(p, p.max_seq_len); }
 
-std::string refuses_index_logits(const IndexLogits& p) { return refuses_indexer(p, p.logits.shape[1]); }
-std::string refuses_index_select(const IndexSelect& p) { return refuses_indexer(p, p.max_seq_len); }
-
-std::string refuses_ragged(const RaggedPrefill& p) {
-  if (p.q.dtype != DType::kBf16) return fmt::format("q is {}; accepted: bf16", to_string(p.q.dtype));
-  if (p.q.shape[2] != 192 || p.v.shape[2] != 128)
-    return fmt::format("keys and values are {} and {} wide; accepted: 192 and 128", p.q.shape[2], p.v.shape[2]);
-  if (p.k_rope.given() && p.k_rope.shape[1] != 64)
-    return fmt::format("k_rope is {} wide; accepted: 64", p.k_rope.shape[1]);
-  return {};
-}
+std::string refuses_prefill(const RaggedPrefill& p) { return refuses_ragged(p, {{192, 128}}); }
 
 }  // namespace
 
@@ -83,7 +68,7 @@ const ImplementationSet& sm90_set() noexcept {
             return kCompiled && cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
                    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major == 9;
           },
-      .ragged_prefill = {refuses_ragged, sm90::workspace_ragged_prefill, sm90::run_ragged_prefill},
+      .ragged_prefill = {refuses_prefill, sm90::workspace_ragged_prefill, sm90::run_ragged_prefill},
       .mla_decode = {refuses_dense, sm90::workspace_mla_decode, sm90::run_mla_decode, true},
       .index_logits = {refuses_index_logits, nullptr, run_index_logits_over<sm90::launch_index_logits>},
       .index_select = {refuses_index_select, workspace_index_select, run_index_select_over<sm90::launch_index_logits>},
