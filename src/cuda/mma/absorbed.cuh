@@ -28,7 +28,7 @@
 // a bf16 value; the scale of a kE4m3 pool goes into the softmax scale and into the result, so nothing is rounded. The
 // scales of 656-byte rows are applied, to bf16. Where queries are e4m3 too, all operands are half instead of bf16: it
 // holds every e4m3 value as well, an instruction widens two (by way of bf16 it takes four: 288 of a warp's 1,150 a
-// tile), scores are the same, and weights, at most 2^8, keep three bits more. With room for one tile only (sm_80 has
+// tile), scores are the same, and weights keep three bits more. With room for one tile only (sm_80 has
 // 163 KB a block, sm_86 and sm_89 99) tiles are loaded when the last one has been used, and on 99 KB a block has 16
 // lanes.
 //
@@ -54,7 +54,7 @@ namespace cuda {
 namespace mma {
 
 constexpr float kLog2Of = 1.44269504f, kLnOf = 0.69314718f;  // log2(e) and ln(2)
-constexpr float kSlack = 8.0f;                               // weights are at most 2^8, which half holds
+constexpr float kSlack = 8.0f;                               // weights are at most 2^8
 constexpr int kBlocks = kWidth / 64;                         // of 64 columns, in which rows lie in shared memory
 constexpr int kBlockBytes = kKeys * 128;                     // of a tile: 64 rows of 64 bf16
 constexpr int kStageBytes = kBlocks * kBlockBytes;           // 73,728
@@ -162,6 +162,7 @@ __device__ inline uint2 widen_e4m3(uint32_t four, float scale) {
 /// What the products multiply.
 struct Bf16Operands {
   static constexpr bool kHalf = false;
+  static constexpr float kLift = 0.0f;
   __device__ static uint2 widen(uint32_t four) { return widen_e4m3(four); }
   __device__ static uint32_t round(float low, float high) { return round_to_bf16x2(low, high); }
   __device__ static void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -170,6 +171,9 @@ struct Bf16Operands {
 };
 struct HalfOperands {
   static constexpr bool kHalf = true;
+  // Weights are multiplied by 2^7, at most 2^15 then: half rounds those below 2^-25 to zeros, which many keys of a long
+  // request may have that together count. Now it is those below 2^-32.
+  static constexpr float kLift = 7.0f;
   __device__ static uint2 widen(uint32_t four) { return widen_to_half(four); }
   __device__ static uint32_t round(float low, float high) { return round_to_half2(low, high); }
   __device__ static void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -569,7 +573,8 @@ __global__ void __launch_bounds__(kThreads, 1)
           // What is subtracted from scores follows their maximum in steps, so that O is rarely scaled.
           const float before = top[half];
           if (m > before + kSlack) top[half] = m;
-          const float shift = top[half] == -INFINITY ? 0.0f : top[half];  // scores of -inf alone: weights of 0, not NaN
+          // Scores of -inf alone give weights of 0, not NaN.
+          const float shift = top[half] == -INFINITY ? 0.0f : top[half] - Operands::kLift;
           const float factor = before == top[half] ? 1.0f : exp2_approx(before - top[half]);
           changed |= factor != 1.0f;
           if (warp_n == 0 && quad == 0) {
@@ -659,7 +664,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 2);
       if (quad == 0) {
         s.sum[warp_n][own_row + 8 * half] = sum[half];
-        if (warp_n == 0) s.top[own_row + 8 * half] = top[half];
+        if (warp_n == 0) s.top[own_row + 8 * half] = top[half] - Operands::kLift;
       }
     }
     __syncthreads();
