@@ -25,6 +25,15 @@ __device__ inline void copy_box(uint32_t shared, const CUtensorMap& map, uint64_
       "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(head), "r"(row)
       : "memory");
 }
+/// `bytes` from global memory to `shared`, all multiples of 16. By one thread.
+__device__ inline void copy_bytes(uint32_t shared, const void* global, uint32_t bytes, uint64_t* barrier,
+                                  uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(shared),
+      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
 
 /// For copy_page_box: lines that are read once leave the L2 first.
 __device__ inline uint64_t evict_first_policy() {

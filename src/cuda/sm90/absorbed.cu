@@ -6,6 +6,7 @@
 #include "cuda/common/tensor_map.h"
 #include "cuda/sm90/absorbed.cuh"
 #include "cuda/sm90/absorbed_fp8.cuh"
+#include "cuda/sm90/absorbed_packed.cuh"
 #include "cuda/sm90/set.h"
 
 namespace gannet {
@@ -122,6 +123,12 @@ void launch_fp8(const char* function, Dense& p, const Shape& s, Device device, c
                 map);
 }
 
+template <int kColumns>
+void launch_packed(const char* function, Dense& p, const Shape& s, Device device, const RunContext& c) {
+  launch<Dense>(function, packed::absorbed_packed_kernel<kColumns>, packed::Config<kColumns>::kSharedBytes, p, s, device,
+                c, CUtensorMap{});
+}
+
 }  // namespace
 
 bool has_boxes(const LatentCacheView& c) {
@@ -151,6 +158,10 @@ void run_mla_decode(const MlaDecode& p, const RunContext& c) {
     if (s.lanes_per_group <= 16) launch_fp8<16>(MlaDecode::kName, d, s, p.q.device, c, map);
     else if (s.lanes_per_group <= 32) launch_fp8<32>(MlaDecode::kName, d, s, p.q.device, c, map);
     else launch_fp8<64>(MlaDecode::kName, d, s, p.q.device, c, map);
+  } else if (p.cache.format == LatentFormat::kPacked656) {  // up to kMaxPackedLanes, or the set refuses it
+    const Shape s = shape_of(p);
+    if (s.lanes_per_group <= 16) launch_packed<16>(MlaDecode::kName, d, s, p.q.device, c);
+    else launch_packed<kMaxPackedLanes>(MlaDecode::kName, d, s, p.q.device, c);
   } else if (has_boxes(p.cache)) {
     const CUtensorMap map = map_pages(MlaDecode::kName, p.cache, std::min(p.cache.page_size, kKeys));
     launch<true>(MlaDecode::kName, d, shape_of(p), p.q.device, c, map);

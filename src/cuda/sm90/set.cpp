@@ -36,6 +36,13 @@ std::string refuses_absorbed(const Params& p) {
 
 std::string refuses_dense(const MlaDecode& p) {
   if (p.rows.cu_q_lens.given()) return "cu_q_lens is given; accepted: q_len rows for each request";
+  if (p.q.dtype == DType::kBf16 && p.cache.format == LatentFormat::kPacked656) {
+    const int64_t lanes = p.q.shape[1] * p.rows.q_len;
+    if (lanes > sm90::kMaxPackedLanes)
+      return fmt::format("packed656 rows and {} heads of {} rows of a request; accepted: up to {} together", p.q.shape[1],
+                         p.rows.q_len, sm90::kMaxPackedLanes);
+    return refuses_shape(p);
+  }
   if (p.q.dtype != DType::kE4m3 || p.cache.format != LatentFormat::kE4m3) return refuses_absorbed(p);
   if (std::string refusal = refuses_shape(p); !refusal.empty()) return refusal;
   if (!sm90::has_boxes(p.cache))

@@ -19,6 +19,8 @@ void run_mla_decode(const MlaDecode& p, const RunContext& c);
 void run_sparse_attention(const SparseAttention& p, const RunContext& c);
 /// Whether the copy engine can bring the pages of this cache: page sizes of 32 and multiples of 64.
 bool has_boxes(const LatentCacheView& c);
+/// Rows x heads of a request that the kernel of 656-byte rows takes.
+constexpr int kMaxPackedLanes = 32;
 /// Scores a block of rows of a call whose arguments the set takes. No workspace.
 void launch_index_logits(const char* function, const TensorView& q, const TensorView& weights,
                          const IndexCacheView& cache, const PageTableView& pages, const QueryRows& rows,
