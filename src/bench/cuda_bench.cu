@@ -470,6 +470,7 @@ struct Maker {
       return cache_rows(row);
     if (op == "dense_decode") return dense_decode(row, LatentFormat::kBf16);
     if (op == "dense_decode_fp8") return dense_decode(row, LatentFormat::kE4m3);
+    if (op == "dense_decode_packed656") return dense_decode(row, LatentFormat::kPacked656);
     // The peers gather from a pool of the batch's own rows; 65,536 rows a request, as decode at long context has them.
     if (op == "sparse_decode_bf16" || op == "sparse_decode_fp8") {
       const int64_t rows = row["b"].get<int64_t>() * row["s_q"].get<int64_t>();
@@ -580,6 +581,20 @@ std::vector<json> rows_without_peers() {
                         {"peers", json::object()}});
       }
     }
+  }
+  // Batches, rows and lengths of the peers' rows over e4m3, whose times times 656 / 576 are what to compare with.
+  constexpr int kHeads = 16;
+  for (const auto& [b, q_len, kv] : {std::tuple{1, 1, 2048}, {2, 1, 4096}, {4, 1, 8192}, {16, 1, 1024}, {32, 1, 2048},
+                                     {8, 1, 16384}, {64, 1, 4096}, {16, 1, 32768}, {128, 1, 8192}, {256, 1, 16384},
+                                     {1, 2, 32768}, {64, 2, 2048}, {128, 2, 4096}, {32, 2, 32768}}) {
+    const double bytes = static_cast<double>(b) * kv * static_cast<double>(latent_row_bytes(LatentFormat::kPacked656, {}));
+    rows.push_back({{"op", "dense_decode_packed656"},
+                    {"b", b},
+                    {"h", kHeads},
+                    {"s_q", q_len},
+                    {"kv", kv},
+                    {"sets", static_cast<int64_t>(std::clamp(kDistinctBytes / bytes, 1.0, 32.0))},
+                    {"peers", json::object()}});
   }
   for (const auto& [x, heads] : {std::pair{"q", 128}, {"q", 16}, {"k", 1}}) {
     for (const int64_t n : {1, 256, 4096, 16384}) {
