@@ -1,0 +1,117 @@
+// Scales of 656-byte rows far from 1, subnormal ones among them: every implementation on the device against the oracle.
+// Skipped, with the reason, where there is no device.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "gannet/cuda.h"
+#include "verify/problem.h"
+#include "verify/tolerances.h"
+
+namespace gannet_test {
+namespace {
+
+using namespace gannet;
+using verify::make_tensor;
+using verify::Outputs;
+using verify::Paged;
+using verify::Rng;
+using verify::Tensor;
+
+constexpr float kScale = 0.06f;
+constexpr int64_t kHeads = 16, kLatent = 512, kWidth = 576;
+
+/// A change of scale by 2^exponent of every key, or of each block of 128 values by another where `blocks` says so, and
+/// of the queries' latent part by the inverse, so that scores stay what they are. Products of powers of two are exact.
+struct Change {
+  const char* name;
+  int exponent;
+  bool blocks;
+  bool queries;  // scaled back: 2^-exponent must be a bf16 number
+};
+
+/// ||got - want|| / ||want|| of each block of 128 values at worst: a block of small scales counts as much as others.
+double worst_block(const std::vector<float>& got, const std::vector<float>& want) {
+  constexpr size_t kBlock = 128;
+  double worst = 0;
+  for (size_t i = 0; i < want.size(); i += kBlock) {
+    double error = 0, norm = 0;
+    for (size_t k = i; k < i + kBlock; ++k) {
+      error += std::pow(double{got[k]} - double{want[k]}, 2);
+      norm += std::pow(double{want[k]}, 2);
+    }
+    const double ratio = std::sqrt(error / norm);
+    if (!(ratio <= worst)) worst = ratio;
+  }
+  return worst;
+}
+
+TEST(CudaScales, OfPackedRows) {
+  std::string why;
+  if (cuda_device_count(&why) == 0) GTEST_SKIP() << "no CUDA device: " << why;
+  const Paged paged({.seq_lens = {700, 64, 131}});
+  for (const Change& change :
+       {Change{"1", 0, false, true}, {"2^100", 100, false, true}, {"2^-100", -100, false, true},
+        {"2^-50 to 2^50, by blocks", 50, true, true}, {"2^-130", -130, false, false}}) {
+    const verify::LatentPool pool = verify::make_latent_pool(paged, LatentFormat::kPacked656, 4);
+    const Tensor q = make_tensor(DType::kBf16, {paged.num_rows, kHeads, kWidth});
+    verify::fill_normal(q, Rng(5));
+    auto exponent_of = [&](int block) { return change.blocks ? change.exponent * (2 * block - 3) / 3 : change.exponent; };
+    for (size_t i = 0; i < paged.keys_of.size(); ++i) {
+      for (int64_t t = 0; t < paged.keys_of[i]; ++t) {
+        std::byte* scales = pool.view.row(paged.slot(static_cast<int64_t>(i), t), pool.view.row_stride()) + kLatent;
+        for (int b = 0; b < 4; ++b) {
+          float scale;
+          std::memcpy(&scale, scales + 4 * b, sizeof scale);
+          scale = std::ldexp(scale, exponent_of(b));
+          std::memcpy(scales + 4 * b, &scale, sizeof scale);
+        }
+      }
+    }
+    for (int64_t t = 0; change.queries && t < paged.num_rows; ++t)
+      for (int64_t h = 0; h < kHeads; ++h)
+        for (int64_t d = 0; d < kLatent; ++d)
+          verify::set(q.view, std::ldexp(verify::get(q.view, t, h, d), -exponent_of(static_cast<int>(d) / 128)), t, h, d);
+    const Tensor out = make_tensor(DType::kF32, {paged.num_rows, kHeads, kLatent});
+    const Tensor lse = make_tensor(DType::kF32, {paged.num_rows, kHeads});
+    MlaDecode p;
+    p.q = q.view;
+    p.cache = pool.view;
+    p.pages = paged.table();
+    p.rows = paged.rows();
+    p.out = out.view;
+    p.lse = lse.view;
+    p.softmax_scale = kScale;
+    const Outputs oracle = verify::run(p, {.impl = "ref"});
+    const verify::AttentionPrecision precision = {.rounds_inputs = true,
+                                                  .num_keys = 64,
+                                                  .score_deviation = std::sqrt(double{kWidth}) * kScale};
+    int ran = 0;
+    for (const ImplInfo& info : list_implementations<MlaDecode>()) {
+      if (info.device != DeviceKind::kCuda || !info.runs_here) continue;
+      // Values rounded to bf16, as that set has them, are multiples of 2^-133.
+      if (!change.queries && info.name == "cuda_mma") continue;
+      try {
+        const Outputs got = verify::run(p, {.impl = info.name});
+        ++ran;
+        const double error = worst_block(got.floats("out"), oracle.floats("out"));
+        std::printf("scales times %s: %s, relative error %.2e\n", change.name, info.name.c_str(), error);
+        EXPECT_LE(error, attention_tolerance(precision)) << info.name << " " << change.name;
+        const std::vector<float> a = got.floats("lse"), b = oracle.floats("lse");
+        for (size_t i = 0; i < b.size(); ++i)
+          EXPECT_NEAR(a[i], b[i], lse_tolerance(precision, b[i])) << info.name << " " << change.name;
+      } catch (const Error& e) {
+        if (e.code() != ErrorCode::kUnsupported) throw;
+        std::printf("scales times %s: %s refuses: %s\n", change.name, info.name.c_str(), e.what());
+      }
+    }
+    EXPECT_GT(ran, 0) << change.name;
+  }
+}
+
+}  // namespace
+}  // namespace gannet_test
