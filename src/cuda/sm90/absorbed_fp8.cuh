@@ -14,7 +14,7 @@
 //             9 + 2 t
 // one ldmatrix.x4 and four permutes for 16 columns by 32 keys. Every byte of V is read once, P (the B operand) is
 // stored with its keys in the same order, and few heads pad nothing: 16 heads take a quarter of the products.
-// Shared memory, 64 lanes, a tile: written by the copy engine 40 KB, keys read as A 36, Q beside them 36, V 32, P
+// Shared memory, 64 lanes that share their keys, a tile: written by the copy engine 40 KB, keys read as A 36, Q beside them 36, V 32, P
 // written 4 and read 32: 180 KB, 1,440 cycles. 16 lanes: 36 + 40 + 9 + 32 + 9 KB, 1,010.
 //
 // Roles. Tiles are taken in pairs. Warpgroup 0 scores the even one, warpgroup 1 the odd one; each multiplies both by
@@ -460,6 +460,287 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
   if (!slot_of_group && threadIdx.x == 0 && lane_block == 0) schedule.cuts[part] = cut;
 }
 
+/// 64 lanes: each warpgroup has 32 of them and all columns, and needs nothing of the other, so its products pass under
+/// the other's softmax; the next tile's scores pass under its own. Keys and values are read by both (tile written 40
+/// KB, scores 2 x 54, values 2 x 32, weights 2 x 16: 244 KB, 1,950 cycles), where warpgroups that share weights waited
+/// for each other twice a pair and took 2,900 cycles a tile.
+__device__ inline void consume_wide(const Dense& p, const Schedule& schedule, Shared8& s, unsigned char* query,
+                                    unsigned char* stages, unsigned char* weights, int part, int lane_block) {
+  using C = Config<kLanes>;
+  constexpr int kOwn = kLanes / 2, kEights = kOwn / 8, kColumnParts = kLatent / 64, kAtOnce = 4;
+  const int self = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
+  const int tid = threadIdx.x % 128, warp = __shfl_sync(0xffffffffu, tid / 32, 0), lane = tid % 32;
+  const int g = lane / 4, t = lane % 4;
+  const int lane0 = lane_block * kLanes, own0 = self * kOwn;
+  const float scale_log2 = p.softmax_scale * kLog2E;
+  const uint32_t stage_address = shared_address(stages);
+  unsigned char* const own_weights = weights + self * kOwn * 128;
+  const uint64_t query_operand = k_major(shared_address(query) + self * kOwn * 128),
+                 weight_operand = k_major(shared_address(own_weights));
+  const uint32_t value_at = static_cast<uint32_t>(lane * 128 + ((warp ^ (lane % 8)) * 16));
+  const bool slot_of_group = schedule.num_slots == schedule.num_groups;
+  int count = 0;  // tiles consumed
+  int4 cut = {-1, part, 1, 0};
+  Walk walk(s);
+  while (walk.next(p, schedule, s, part)) {
+    Dense::Place place;
+    p.place(place, walk.group - 1);
+    const int lanes = max(0, min(kLanes, static_cast<int>(place.num_rows) * p.num_heads - lane0));
+
+    // ---- Q: four threads a lane, all loads under way before the last group's is overwritten ----
+    {
+      const int l = threadIdx.x / 4, quarter = threadIdx.x % 4;
+      const int of_row = (lane0 + l) / p.num_heads, head = lane0 + l - of_row * p.num_heads;
+      const bool real = l < lanes;
+      constexpr int kPieces = kWidth / 16 / 4;
+      uint4 v[kPieces];
+      const auto* from = reinterpret_cast<const unsigned char*>(p.q) + (place.first_row + of_row) * p.q_row_stride +
+                         head * p.q_head_stride + 16 * quarter;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) v[i] = real ? *reinterpret_cast<const uint4*>(from + 64 * i) : uint4{0, 0, 0, 0};
+      named_barrier_sync(1, kConsumerThreads);  // nobody still reads the last group's
+      if (quarter == 0) {
+        s.row_of_lane[l] = of_row;
+        s.bounds[l] = real ? static_cast<int>(p.keys_of(place, of_row)) : 0;
+        for (int i = 0; i < kTops; ++i) s.top[i][l] = ordered(-INFINITY);
+      }
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        const int piece = 4 * i + quarter;
+        *reinterpret_cast<uint4*>(query + piece / 8 * C::kQueryBlock + l * 128 + ((piece % 8) ^ (l % 8)) * 16) = v[i];
+      }
+    }
+    fence_async_shared();
+    named_barrier_sync(1, kConsumerThreads);
+    const int least = s.bounds[0];
+    const int tiles = walk.last_tile - walk.first_tile;
+
+    float o[kColumnParts][kOwn / 2];
+#pragma unroll
+    for (auto& m : o)
+#pragma unroll
+      for (float& x : m) x = 0.0f;
+    float score[kOwn / 2], next[kOwn / 2];
+    float sum[2 * kEights];
+#pragma unroll
+    for (float& x : sum) x = 0.0f;
+
+    auto start_scores = [&](int i) {  // of the i-th tile of this piece, mended where its end may be
+      const int stage = (count + i) % kTileStages, first_key = (walk.first_tile + i) * kKeys;
+      mbarrier_wait(&s.loaded[stage], (count + i) / kTileStages & 1);
+      if (first_key + kKeys > least) {
+        if (self == 0)
+          mend_tile8(stages + stage * kTileBytes8, s.states[stage], first_key, least, s.bounds[max(lanes, 1) - 1], tid);
+        named_barrier_sync(1, kConsumerThreads);
+      }
+      const uint64_t keys = k_major(stage_address + stage * kTileBytes8);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kLatentSteps + kRopeSteps; ++k)
+        wgmma_e4m3_ss(next, keys + descriptor_step(k / 4 * kBlockBytes + k % 4 * 32),
+                      query_operand + descriptor_step(k / 4 * C::kQueryBlock + k % 4 * 32), k > 0);
+      wgmma_commit();
+    };
+
+    int turn = 0;  // tile % kTops
+    start_scores(0);
+    wgmma_wait<0>();
+    hold_registers(next);
+#pragma unroll 1
+    for (int i = 0; i < tiles; ++i) {
+      const int stage = (count + i) % kTileStages, first_key = (walk.first_tile + i) * kKeys;
+      const int before = turn == 0 ? kTops - 1 : turn - 1, after = turn == kTops - 1 ? 0 : turn + 1;
+#pragma unroll
+      for (int x = 0; x < kOwn / 2; ++x) score[x] = next[x];
+      hold_registers(score);
+      if (i + 1 < tiles) start_scores(i + 1);
+
+      // ---- maxima ----
+      const int row = 16 * warp + g;  // of the tile, and row + 8
+      const uint32_t state0 = s.states[stage][row], state1 = s.states[stage][row + 8];
+      if (!__all_sync(0xffffffffu, first_key + kKeys <= least && state0 == kPresent && state1 == kPresent)) {
+        const float add0 = state0 == kMarked ? NAN : 0.0f, add1 = state1 == kMarked ? NAN : 0.0f;
+#pragma unroll
+        for (int j = 0; j < kEights; ++j)
+#pragma unroll
+          for (int x = 0; x < 2; ++x) {
+            const int bound = s.bounds[own0 + 8 * j + 2 * t + x] - first_key;
+            score[4 * j + x] = state0 == kAbsent || row >= bound ? -INFINITY : score[4 * j + x] + add0;
+            score[4 * j + 2 + x] = state1 == kAbsent || row + 8 >= bound ? -INFINITY : score[4 * j + 2 + x] + add1;
+          }
+      }
+      float m[2 * kEights];  // as in consume()
+#pragma unroll
+      for (int c = 0; c < 2 * kEights; ++c) m[c] = fmaxf(score[c / 2 * 4 + c % 2], score[c / 2 * 4 + 2 + c % 2]);
+      auto halve = [&](auto of) {
+        constexpr int kLeft = decltype(of)::value;
+        const bool upper = (g & kLeft) != 0;
+#pragma unroll
+        for (int c = 0; c < 2 * kLeft; ++c) {
+          const float low = m[c], high = m[c + 2 * kLeft];
+          m[c] = fmaxf(upper ? high : low, __shfl_xor_sync(0xffffffffu, upper ? low : high, 4 * kLeft));
+        }
+      };
+      halve(std::integral_constant<int, 2>{});
+      halve(std::integral_constant<int, 1>{});
+#pragma unroll
+      for (int x = 0; x < 2; ++x) m[x] = fmaxf(m[x], __shfl_xor_sync(0xffffffffu, m[x], 16));
+      if (g < kEights) {
+#pragma unroll
+        for (int x = 0; x < 2; ++x)
+          if (m[x] > -INFINITY) raise(&s.top[turn][own0 + 8 * g + 2 * t + x], ordered(m[x] * scale_log2));
+      }
+      named_barrier_sync(2 + self, 128);
+
+      // ---- weights ----
+      if (tid < kOwn) s.top[after][own0 + tid] = s.top[turn][own0 + tid];
+#pragma unroll
+      for (int j = 0; j < kEights; ++j) {
+        float w[4];  // as the scores
+        const int2 now = *reinterpret_cast<const int2*>(&s.top[turn][own0 + 8 * j + 2 * t]),
+                   old = *reinterpret_cast<const int2*>(&s.top[before][own0 + 8 * j + 2 * t]);
+        const float top[2] = {from_ordered(now.x), from_ordered(now.y)};
+        if (__any_sync(0xffffffffu, now.x != old.x || now.y != old.y)) {
+          const float factor[2] = {now.x == old.x ? 1.0f : exp2_fast(from_ordered(old.x) - top[0]),
+                                   now.y == old.y ? 1.0f : exp2_fast(from_ordered(old.y) - top[1])};
+          sum[2 * j] *= factor[0], sum[2 * j + 1] *= factor[1];
+#pragma unroll
+          for (auto& e : o) {
+            e[4 * j] *= factor[0], e[4 * j + 1] *= factor[1];
+            e[4 * j + 2] *= factor[0], e[4 * j + 3] *= factor[1];
+          }
+        }
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          const float shift = top[x] == -INFINITY ? 0.0f : top[x] - kWeightExponent;
+          w[x] = exp2_fast(fmaf(score[4 * j + x], scale_log2, -shift));
+          w[2 + x] = exp2_fast(fmaf(score[4 * j + 2 + x], scale_log2, -shift));
+          sum[2 * j + x] += w[x] + w[2 + x];
+        }
+        const uint32_t mine = pack_e4m3(w[0], w[2]) | pack_e4m3(w[1], w[3]) << 16;
+        const uint32_t other = __shfl_xor_sync(0xffffffffu, mine, 4);
+        const uint32_t word = g % 2 == 0 ? __byte_perm(mine, other, 0x5140) : __byte_perm(mine, other, 0x3726);
+        const int l = 8 * j + 2 * t + g % 2;
+        *reinterpret_cast<uint32_t*>(own_weights + l * 128 + ((warp ^ (l % 8)) * 16) + g / 2 * 4) = word;
+      }
+      fence_async_shared();
+      named_barrier_sync(2 + self, 128);
+
+      // ---- P V ----
+      uint32_t a[2][kAtOnce][4];
+      const uint32_t tile_at = stage_address + stage * kTileBytes8;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {  // 32 keys by 256 columns each
+        if (k >= 2) {                // the registers of A are free again
+          wgmma_wait<1>();
+          hold_registers(a[k % 2]);
+        }
+#pragma unroll
+        for (int e = 0; e < kAtOnce; ++e) {
+          const int of = k % 2 * kAtOnce + e;
+          uint32_t v[4];
+          ldmatrix_x4_trans(v, tile_at + k / 2 * (32 * 128) + of / 2 * kBlockBytes + (value_at ^ of % 2 * 64));
+          a[k % 2][e][0] = __byte_perm(v[0], v[1], 0x6420);
+          a[k % 2][e][1] = __byte_perm(v[0], v[1], 0x7531);
+          a[k % 2][e][2] = __byte_perm(v[2], v[3], 0x6420);
+          a[k % 2][e][3] = __byte_perm(v[2], v[3], 0x7531);
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int e = 0; e < kAtOnce; ++e)
+          wgmma_e4m3_rs(o[k % 2 * kAtOnce + e], a[k % 2][e], weight_operand + descriptor_step(32 * (k / 2)));
+        wgmma_commit();
+      }
+      wgmma_wait<0>();
+      hold_registers(next);
+#pragma unroll
+      for (auto& e : o) hold_registers(e);
+      if (lane < kReleasingLanes) mbarrier_arrive(&s.free[stage]);
+      turn = after;
+    }
+    count += tiles;
+
+    // ---- results ----
+#pragma unroll
+    for (int c = 0; c < 2 * kEights; ++c) {
+#pragma unroll
+      for (int offset = 4; offset < 32; offset *= 2) sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], offset);
+      if (g == 0) s.sums[0][warp][own0 + c / 2 * 8 + 2 * t + c % 2] = sum[c];
+    }
+    named_barrier_sync(1, kConsumerThreads);
+    p.place(place, walk.group - 1);  // again, rather than kept through the loop
+    const bool complete = walk.first_tile == 0 && walk.last_tile == walk.tiles;
+    if (threadIdx.x < kLanes) {
+      const int l = threadIdx.x;
+      float total = 0.0f;
+      for (int w = 0; w < kWarpsEach; ++w) total += s.sums[0][w][l];
+      const bool empty = total == 0.0f;
+      const int last = turn == 0 ? kTops - 1 : turn - 1;
+      s.inverse[l] = empty ? 0.0f : p.cache.scale / total;
+      const int64_t out_row = place.first_row + s.row_of_lane[l];
+      const int head = lane0 + l - s.row_of_lane[l] * p.num_heads;
+      const int64_t index =
+          ((2 * int64_t{part} + (walk.first_tile == 0)) * schedule.lane_blocks + lane_block) * kLanes + l;
+      s.out_at[l] = l >= lanes ? -1 : complete ? out_row * p.out_row_stride + head * p.out_head_stride : index * kLatent;
+      if (l < lanes) {
+        const float lse = empty ? -INFINITY : (from_ordered(s.top[last][l]) - kWeightExponent + __log2f(total)) * kLn2;
+        if (!complete) p.partial_lse[index] = lse;
+        else if (p.lse != nullptr) p.lse[out_row * p.lse_row_stride + head] = lse;
+      }
+    }
+    named_barrier_sync(1, kConsumerThreads);
+    // Four threads have 8 neighbouring columns of four blocks of 64: they exchange them and store 8 columns of one.
+    const int q0 = g % 4;
+    const int column0 = 64 * q0 + 16 * warp + 8 * (g / 4);
+#pragma unroll
+    for (int j = 0; j < kEights; ++j)
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        const int l = own0 + 8 * j + 2 * t + x;
+        const int64_t at = s.out_at[l];
+        const float inverse = s.inverse[l];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {  // columns 0..255, 256..511
+          float low[4], high[4];                // of block e: columns 2 q0 and the next; then of block q0: 2 e and the next
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            low[e] = o[4 * half + e][4 * j + x] * inverse, high[e] = o[4 * half + e][4 * j + 2 + x] * inverse;
+          auto transpose = [&](float(&w)[4]) {
+#pragma unroll
+            for (int e = 0; e < 4; e += 2) {
+              const float got = __shfl_xor_sync(0xffffffffu, q0 % 2 != 0 ? w[e] : w[e + 1], 4);
+              if (q0 % 2 != 0) w[e] = got;
+              else w[e + 1] = got;
+            }
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const float got = __shfl_xor_sync(0xffffffffu, q0 / 2 != 0 ? w[e] : w[e + 2], 8);
+              if (q0 / 2 != 0) w[e] = got;
+              else w[e + 2] = got;
+            }
+          };
+          transpose(low), transpose(high);
+          if (at < 0) continue;
+          const int64_t to = at + column0 + 256 * half;
+          if (complete && p.out_dtype == DType::kBf16) {
+            *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + to) = {
+                round_to_bf16x2(low[0], high[0]), round_to_bf16x2(low[1], high[1]), round_to_bf16x2(low[2], high[2]),
+                round_to_bf16x2(low[3], high[3])};
+          } else {
+            auto* const out = reinterpret_cast<float4*>((complete ? static_cast<float*>(p.out) : p.partial) + to);
+            out[0] = {low[0], high[0], low[1], high[1]};
+            out[1] = {low[2], high[2], low[3], high[3]};
+          }
+        }
+      }
+    if (walk.first_tile == 0) {
+      cut = {walk.group - 1, part, walk.parts(s, part), 0};
+      if (slot_of_group && threadIdx.x == 0 && lane_block == 0) schedule.cuts[walk.group - 1] = cut;
+    }
+  }
+  if (!slot_of_group && threadIdx.x == 0 && lane_block == 0) schedule.cuts[part] = cut;
+}
+
 // Grid: as of absorbed_kernel. combine_kernel follows. p.softmax_scale has the scales of queries and cache in it.
 template <int kColumns>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -489,7 +770,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   find_part(p, schedule, part, s, reinterpret_cast<int*>(weights));
   if (threadIdx.x < kConsumerThreads) {
     register_increase<kOthersRegisters>();
-    consume<kColumns>(p, schedule, s, query, stages, weights, part, lane_block);
+    if constexpr (kColumns == kLanes) consume_wide(p, schedule, s, query, stages, weights, part, lane_block);
+    else consume<kColumns>(p, schedule, s, query, stages, weights, part, lane_block);
   } else {
     register_decrease<kLoaderRegisters>();
     if (threadIdx.x < kConsumerThreads + 32)
