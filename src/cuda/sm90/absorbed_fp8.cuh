@@ -767,6 +767,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     s.piece = 0;
   }
   wait_for_stream();
+  // The merge starts when this block ends: announced here, its blocks wait where no part is, which cost the bf16 kernel
+  // 1.2 us of 14.1 with one request.
   find_part(p, schedule, part, s, reinterpret_cast<int*>(weights));
   if (threadIdx.x < kConsumerThreads) {
     register_increase<kOthersRegisters>();
