@@ -1,6 +1,5 @@
 // Eight neighbouring values as one access of a thread: 16 bytes of bf16, 8 of e4m3, twice 16 of fp32. Stores to global
-// memory, by __stwb: nvcc takes a plain store of selected values apart into four. load_once() is for what nobody reads
-// again: its lines leave the caches first.
+// memory, by __stwb: nvcc takes a plain store of selected values apart into four.
 #pragma once
 
 #include <cstring>
@@ -44,9 +43,6 @@ struct Eight<float> {
   __device__ static Eight load(const void* p) {
     return {reinterpret_cast<const uint4*>(p)[0], reinterpret_cast<const uint4*>(p)[1]};
   }
-  __device__ static Eight load_once(const void* p) {
-    return {__ldcs(reinterpret_cast<const uint4*>(p)), __ldcs(reinterpret_cast<const uint4*>(p) + 1)};
-  }
   __device__ void store(void* p) const {
     __stwb(reinterpret_cast<uint4*>(p), low);
     __stwb(reinterpret_cast<uint4*>(p) + 1, high);
@@ -66,7 +62,6 @@ template <>
 struct Eight<uint16_t> {
   uint4 all;
   __device__ static Eight load(const void* p) { return {*reinterpret_cast<const uint4*>(p)}; }
-  __device__ static Eight load_once(const void* p) { return {__ldcs(reinterpret_cast<const uint4*>(p))}; }
   __device__ void store(void* p) const { __stwb(reinterpret_cast<uint4*>(p), all); }
   __device__ void expand(float (&x)[8]) const {
     const uint32_t w[4] = {all.x, all.y, all.z, all.w};

@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__
       const uint32_t i = begin + 32 * b + w.lane();
       const auto p = w.piece(i, kPairs);
       from[b] = {};
-      if (i < num_eights && p.row < w.rows()) from[b] = Eight<T>::load_once(w.outside(p));
+      if (i < num_eights && p.row < w.rows()) from[b] = Eight<T>::load(w.outside(p));
     }
     if (begin == 0) {
       own = place_slot<kLayout, W>(a, slot);
