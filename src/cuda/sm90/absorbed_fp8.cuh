@@ -212,32 +212,28 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
     p.place(place, walk.group - 1);
     const int lanes = max(0, min(kColumns, static_cast<int>(place.num_rows) * p.num_heads - lane0));
 
-    // ---- Q: all loads are under way before the last group's is overwritten ----
-    {
-      constexpr int kEach = kConsumerThreads / kColumns;  // threads of a lane
-      constexpr int kPieces = kWidth / 16, kRounds = (kPieces + kEach - 1) / kEach;
-      const int l = threadIdx.x / kEach, first = threadIdx.x % kEach;
-      const int of_row = (lane0 + l) / p.num_heads, head = lane0 + l - of_row * p.num_heads;
+    // ---- Q ----
+    named_barrier_sync(1, kConsumerThreads);  // nobody still reads the last group's
+    if (threadIdx.x < kColumns) {
+      const int l = threadIdx.x, of_row = (lane0 + l) / p.num_heads, head = lane0 + l - of_row * p.num_heads;
       const bool real = l < lanes;
-      const auto* from = reinterpret_cast<const unsigned char*>(p.q) + (place.first_row + of_row) * p.q_row_stride +
-                         head * p.q_head_stride;
-      uint4 v[kRounds];
-#pragma unroll
-      for (int i = 0; i < kRounds; ++i) {
-        const int piece = i * kEach + first;
-        v[i] = real && piece < kPieces ? *reinterpret_cast<const uint4*>(from + 16 * piece) : uint4{0, 0, 0, 0};
-      }
-      named_barrier_sync(1, kConsumerThreads);  // nobody still reads the last group's
-      if (first == 0) {
-        s.row_of_lane[l] = of_row;
-        s.bounds[l] = real ? static_cast<int>(p.keys_of(place, of_row)) : 0;
-        for (int i = 0; i < kTops; ++i) s.top[i][l] = ordered(-INFINITY);
-      }
-#pragma unroll
-      for (int i = 0; i < kRounds; ++i) {
-        const int piece = i * kEach + first;  // what lies beyond a row is zeros
-        if (piece < kByteBlocks * 8)
-          *reinterpret_cast<uint4*>(query + piece / 8 * C::kQueryBlock + l * 128 + ((piece % 8) ^ (l % 8)) * 16) = v[i];
+      s.row_of_lane[l] = of_row;
+      s.query_at[l] = real ? (place.first_row + of_row) * p.q_row_stride + head * p.q_head_stride : -1;
+      s.bounds[l] = real ? static_cast<int>(p.keys_of(place, of_row)) : 0;
+      for (int i = 0; i < kTops; ++i) s.top[i][l] = ordered(-INFINITY);
+    }
+    named_barrier_sync(1, kConsumerThreads);
+    {
+      constexpr int kPieces = kByteBlocks * 8,
+                    kWritten = kWidth / 16;  // 16-byte pieces of a row, and those with values
+#pragma unroll 4
+      for (int i = threadIdx.x; i < kPieces * kColumns; i += kConsumerThreads) {
+        const int l = i / kPieces, piece = i % kPieces;
+        const int64_t at = s.query_at[l];
+        uint4 v{0, 0, 0, 0};
+        if (at >= 0 && piece < kWritten)
+          v = *reinterpret_cast<const uint4*>(reinterpret_cast<const unsigned char*>(p.q) + at + 16 * piece);
+        *reinterpret_cast<uint4*>(query + piece / 8 * C::kQueryBlock + l * 128 + ((piece % 8) ^ (l % 8)) * 16) = v;
       }
     }
     fence_async_shared();
