@@ -307,6 +307,40 @@ void verify_mla_decode(Recorder& r) {
   }
 }
 
+void verify_small_decodes(Recorder& r) {
+  for (const AbsorbedFormat& format : kAbsorbedFormats) {
+    if (!r.wants_format(format.name())) continue;
+    const auto add = [&](const char* detail, const PagedSpec& spec, int64_t heads) {
+      decode_case(r, "small", detail, spec, {.format = format, .heads = heads});
+    };
+    // Blocks of 16, 32 and 64 lanes; keys that some rows see and others do not; a request without any.
+    add("one row of 16 heads", {.seq_lens = {130, 0, 1}}, 16);
+    add("two rows of 16 heads", {.seq_lens = {65, 2}, .q_len = 2, .page_size = 32}, 16);
+    add("ragged", {.seq_lens = {100, 0, 7}, .ragged = {3, 1, 2}, .form = PageTableForm::kCsr}, 16);
+    // cuda_generic has one kernel, whose blocks know nothing of each other and which is slow enough.
+    if (!r.wants_impl("cuda_mma") && !r.wants_impl("cuda_sm90")) continue;
+    add("three rows of 16 heads", {.seq_lens = {130, 64, 3}, .q_len = 3}, 16);
+    add("pages of 16", {.seq_lens = {130, 20}, .q_len = 2, .page_size = 16}, 5);
+    add("pages of 48", {.seq_lens = {100}, .page_size = 48}, 64);
+    add("pages of 128", {.seq_lens = {200, 129}, .page_size = 128}, 16);
+    // Requests over several parts of the chip and their merges: of few parts and of many, of few lanes and of more.
+    add("few parts", {.seq_lens = {300}}, 32);
+    add("many parts", {.seq_lens = {830}}, 16);
+    add("many parts of many lanes", {.seq_lens = {830}}, 128);
+    if (format.cache == LatentFormat::kBf16)
+      add("many parts of more lanes than there are blocks", {.seq_lens = {830, 830, 700}}, 128);
+    // More requests than parts: of one key each, then a long one among them, which is cut out of the line.
+    std::vector<int32_t> lens(70, 1);
+    add("more requests than parts", {.seq_lens = lens}, 128);
+    lens[33] = 1500;
+    add("one long request among many", {.seq_lens = lens}, 128);
+    if (format.cache == LatentFormat::kPacked656) {  // of which cuda_sm90 takes up to 32 lanes, over all of the chip
+      lens.resize(140, 1);
+      add("one long request among more", {.seq_lens = lens}, 16);
+    }
+  }
+}
+
 // ---- sparse_attention ---------------------------------------------------------------------------------------------
 
 namespace {
@@ -527,6 +561,24 @@ void verify_sparse_attention(Recorder& r) {
     const SparseProblem one_row = make_sparse({.seq_lens = {2500}}, o, {.k = 2048});
     check_workers(r, {"sparse_attention", format.name(), "", "one row"}, one_row.params);
     sparse_optional_cases(r, format);
+  }
+}
+
+void verify_small_lists(Recorder& r) {
+  for (const AbsorbedFormat& format : kAbsorbedFormats) {
+    if (!r.wants_format(format.name())) continue;
+    const auto add = [&](const char* detail, const PagedSpec& spec, int64_t heads, const ListOptions& list) {
+      sparse_case(r, "small", detail, spec, {.format = format, .heads = heads}, list);
+    };
+    add("16 heads", {.seq_lens = {130, 0, 1}}, 16, {.k = 96});
+    add("invalid entries, no lens", {.seq_lens = {100, 7}, .page_size = 3}, 16,
+        {.k = 64, .with_lens = false, .holes = true});
+    if (!r.wants_impl("cuda_mma") && !r.wants_impl("cuda_sm90")) continue;  // as above
+    add("32 heads", {.seq_lens = {130}, .q_len = 2}, 32, {.k = 100, .holes = true});
+    add("64 heads", {.seq_lens = {130}}, 64, {.k = 70});
+    add("few parts", {.seq_lens = {300}}, 128, {.k = 290});
+    add("many parts", {.seq_lens = {830}}, 16, {.k = 830});
+    add("more rows than parts", {.seq_lens = std::vector<int32_t>(35, 3), .q_len = 2}, 128, {.k = 4});
   }
 }
 
@@ -775,6 +827,26 @@ void verify_ragged_prefill(Recorder& r) {
         }
       }
     });
+  }
+}
+
+void verify_small_prefills(Recorder& r) {
+  const std::pair<DType, DType> formats[] = {
+      {DType::kBf16, DType::kBf16}, {DType::kBf16, DType::kF32}, {DType::kF32, DType::kF32}};
+  for (const auto& [dtype, out] : formats) {
+    PrefillOptions o{.dtype = dtype, .out = out};
+    if (!r.wants_format(prefill_format(o))) continue;
+    prefill_case(r, "small", "192/128", {20, 0, 66}, {33, 3, 200}, o);
+    o.shared_rope = false;
+    prefill_case(r, "small", "192/128, rope inside k", {9, 2}, {70, 40}, o);
+    o = {.dtype = dtype, .out = out, .causal = false, .lse = false};
+    prefill_case(r, "small", "192/128, not causal, no lse", {5, 3, 2}, {0, 65, 130}, o);
+    o = {.dtype = dtype, .out = out, .own = 192, .rope = 64, .value_dim = 256};
+    prefill_case(r, "small", "256/256", {20, 7}, {33, 90}, o);
+    o.shared_rope = false;
+    prefill_case(r, "small", "256/256, rope inside k", {5}, {70}, o);
+    o = {.dtype = dtype, .out = out, .heads = 16};  // more tiles than blocks that persist
+    prefill_case(r, "small", "many tiles", std::vector<int32_t>(10, 2), std::vector<int32_t>(10, 5), o);
   }
 }
 

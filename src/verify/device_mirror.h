@@ -47,8 +47,8 @@ class DeviceMirror {
     if constexpr (requires { p.cache; }) p.cache.data = on_device(p.cache.data);
     return p;
   }
-  /// Device memory of that size whose bytes are 0xFF.
-  std::span<std::byte> scratch(size_t bytes);
+  /// Device memory of that size whose bytes are 0xFF, or as they were allocated.
+  std::span<std::byte> scratch(size_t bytes, bool poisoned = true);
   /// Waits for the device, then copies everything back.
   void copy_back();
 

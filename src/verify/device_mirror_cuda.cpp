@@ -69,11 +69,11 @@ void* DeviceMirror::on_device(void* host) const {
   return nullptr;
 }
 
-std::span<std::byte> DeviceMirror::scratch(size_t bytes) {
+std::span<std::byte> DeviceMirror::scratch(size_t bytes, bool poisoned) {
   void* memory = nullptr;
   GANNET_CUDA(kName, cudaMalloc(&memory, std::max<size_t>(bytes, 1)));
   state_->scratch.push_back(memory);
-  GANNET_CUDA(kName, cudaMemset(memory, 0xFF, bytes));
+  if (poisoned) GANNET_CUDA(kName, cudaMemset(memory, 0xFF, bytes));
   return {static_cast<std::byte*>(memory), bytes};
 }
 

@@ -160,7 +160,7 @@ void logits_case(Recorder& r, const std::string& case_class, const std::string& 
   Outputs oracle;  // when somebody takes the case
   for_each_impl(r, c, p, [&](const std::string& impl) {
     if (oracle.names.empty()) oracle = run(p, {.impl = "ref", .num_workers = 1, .fp32_outputs = true});
-    const Outputs got = run(p, {.impl = impl});
+    const Outputs got = run(p, r.run_options(impl));
     Worst worst;
     const std::vector<float> want = oracle.floats("logits");
     const std::vector<float> have = got.floats("logits");
@@ -235,7 +235,7 @@ void select_case(Recorder& r, const std::string& case_class, const std::string& 
     return;
   }
   for_each_impl(r, c, p, [&](const std::string& impl) {
-    const Outputs got = run(p, {.impl = impl});
+    const Outputs got = run(p, r.run_options(impl));
     Worst worst;
     compare_selection(s, o, k, scores, got, impl, worst);
     if (!got.fault.empty()) worst = {1.0, 0.0, got.fault, true};
@@ -412,6 +412,32 @@ void verify_index_logits(Recorder& r) {
   }
 }
 
+void verify_small_logits(Recorder& r) {
+  for (const IndexerFormat& format : kIndexerFormats) {
+    if (!r.wants_format(format.name())) continue;
+    IndexerOptions o;
+    o.format = format;
+    // 16, 32 and 64 heads, of 64 values and 128: each has a kernel of its own where it has one at all.
+    for (const int64_t heads : {8, 20, 64}) {
+      for (const int32_t dim : {64, 128}) {
+        o.heads = heads;
+        o.head_dim = dim;
+        o.logits = heads == 20 ? DType::kBf16 : DType::kF32;
+        logits_case(r, "small", fmt::format("{} heads of {}", heads, dim), {.seq_lens = {70, 0, 3}}, o);
+      }
+    }
+    for (const DType dtype : {DType::kBf16, DType::kF32}) {  // the other dtype of either kernel of head_dim 128
+      o.heads = dtype == DType::kBf16 ? 64 : 32;
+      o.logits = dtype;
+      logits_case(r, "small", "rows by two", {.seq_lens = {200, 2}, .q_len = 2, .page_size = 16}, o);
+    }
+    logits_case(r, "small", "ragged", {.seq_lens = {200, 5, 130}, .ragged = {9, 1, 4}, .page_size = 32}, o);
+    logits_case(r, "small", "pages of 3", {.seq_lens = {70}, .page_size = 3}, o);
+    // More requests than a warp looks at in one step, and more units than blocks.
+    logits_case(r, "small", "many requests", {.seq_lens = std::vector<int32_t>(140, 5), .q_len = 2}, o);
+  }
+}
+
 // ---- topk ---------------------------------------------------------------------------------------------------------
 
 namespace {
@@ -570,6 +596,27 @@ void verify_topk(Recorder& r) {
   for (const DType dtype : {DType::kF32, DType::kBf16}) verify_topk_of(r, dtype);
 }
 
+/// Rows that the kernels of a GPU keep whole, one that they keep the best of and one that they read again and again.
+void verify_small_topk(Recorder& r) {
+  for (const DType dtype : {DType::kF32, DType::kBf16}) {
+    const std::string format = fmt::format("scores {}", to_string(dtype));
+    if (!r.wants_format(format)) continue;
+    const auto add = [&](size_t kind, const std::vector<int32_t>& lens, int64_t k, const char* detail) {
+      const TopKProblem s = make_topk(kScoreKinds[kind], lens, k, 6, dtype);
+      check_case(r, {"topk", format, "small", detail}, s.params, same_bits);
+    };
+    add(0, {-3, 0, 1, 63, 64, 65, 300}, 64, "k 64");
+    add(6, {130, 700, 64}, 64, "k 64, NaN and infinities");
+    add(13, {2047, 2048, 2049, 5000}, 2048, "k 2048, ties");
+    add(0, {9000, 20000}, 512, "clusters");
+    add(13, {100, 7}, 256, "lists longer than rows");
+    // 170,000 columns over eight blocks are 21,250 each, more than a list of 20,480 holds; of 480,000 and k 30,000 not
+    // even pairs fit.
+    add(13, {170000, 300}, 512, "the best of a slice");
+    if (dtype == DType::kF32) add(0, {480000}, 30000, "no room for a list");
+  }
+}
+
 // ---- index_select -------------------------------------------------------------------------------------------------
 
 void verify_index_select(Recorder& r) {
@@ -672,6 +719,20 @@ void verify_index_select(Recorder& r) {
           0.0, "positions differ");
       r.add(fused, impl, worst);
     });
+  }
+}
+
+void verify_small_selections(Recorder& r) {
+  for (const IndexerFormat& format : kIndexerFormats) {
+    if (!r.wants_format(format.name())) continue;
+    IndexerOptions o;
+    o.format = format;
+    o.heads = 8;
+    select_case(r, "small", "one row each", {.seq_lens = {300, 0, 40}}, o, 64);
+    select_case(r, "small", "no scores", {.seq_lens = {60, 3}, .q_len = 2, .page_size = 16}, o, 128);
+    o.integers = true;
+    select_case(r, "small", "ragged, ties",
+                {.seq_lens = {200, 5, 130}, .ragged = {3, 1, 2}, .form = PageTableForm::kCsr}, o, 64);
   }
 }
 

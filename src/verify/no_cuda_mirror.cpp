@@ -18,7 +18,7 @@ int64_t DeviceMirror::extent(const TensorView&) { absent(); }
 void DeviceMirror::note(void*, int64_t) { absent(); }
 void DeviceMirror::copy_there() { absent(); }
 void* DeviceMirror::on_device(void*) const { absent(); }
-std::span<std::byte> DeviceMirror::scratch(size_t) { absent(); }
+std::span<std::byte> DeviceMirror::scratch(size_t, bool) { absent(); }
 void DeviceMirror::copy_back() { absent(); }
 
 }  // namespace verify

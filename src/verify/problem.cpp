@@ -484,7 +484,7 @@ Outputs run(const Params& params, const RunOptions& options) {
     DeviceMirror mirror;
     const Params there = mirror.to_device(p);
     const OpPlan<Params> plan(context, there, {.impl = options.impl});
-    plan.run(there, mirror.scratch(plan.workspace_bytes()));
+    plan.run(there, mirror.scratch(plan.workspace_bytes(), options.poison_workspace));
     mirror.copy_back();
   } else {
     const OpPlan<Params> plan(context, p, {.impl = options.impl});

@@ -140,6 +140,7 @@ struct RunOptions {
   bool fp32_outputs = false;     ///< out tensors become fp32: the oracle's results without a last rounding
   Executor* executor = nullptr;  ///< CPU only; else a pool of num_workers
   Poison poison = Poison::kNan;  ///< what the outputs and the workspace hold before
+  bool poison_workspace = true;  ///< on a GPU: with 0xFF; else it is left as it was allocated
 };
 
 /// Runs `params` into fresh, poisoned outputs (copies of what in/out arguments hold) with a poisoned workspace. The

@@ -34,6 +34,9 @@ class Recorder {
   explicit Recorder(const Options& options) : options_(options) {}
   bool wants(const std::string& op) const { return options_.op.empty() || options_.op == op; }
   bool wants_impl(const std::string& impl) const { return options_.impl.empty() || options_.impl == impl; }
+  bool wants_format(const std::string& format) const { return format.find(options_.format) != std::string::npos; }
+  bool small() const { return options_.small; }
+  RunOptions run_options(const std::string& impl) const { return {.impl = impl, .poison_workspace = !small()}; }
   void add(const Case& c, const std::string& impl, const Worst& worst);
   void refuse(const Case& c, const std::string& impl, const std::string& reason);
   std::vector<Line> finish();
@@ -94,7 +97,7 @@ void check_case(Recorder& r, const Case& c, const Params& params, const Compare&
   Outputs oracle;  // when somebody takes the case
   for_each_impl(r, c, params, [&](const std::string& impl) {
     if (oracle.names.empty()) oracle = run(params, {.impl = "ref", .num_workers = 1, .fp32_outputs = true});
-    Outputs got = run(params, {.impl = impl});
+    Outputs got = run(params, r.run_options(impl));
     got.impl = impl;
     Worst worst;
     compare(oracle, got, worst);
@@ -120,8 +123,10 @@ void check_same(Recorder& r, const Case& c, const std::vector<Params>& variants,
   else for_each_impl(r, c, variants[0], compare);
 }
 
+/// The same bits for other numbers of workers, which say nothing to a GPU: not among the small cases.
 template <class Params>
 void check_workers(Recorder& r, Case c, const Params& params) {
+  if (r.small()) return;
   c.case_class = "workers 1, 2, 3, 7";
   for_each_impl(r, c, params, [&](const std::string& impl) {
     const Outputs first = run(params, {.impl = impl});
@@ -144,6 +149,14 @@ void verify_index_logits(Recorder& r);
 void verify_topk(Recorder& r);
 void verify_index_select(Recorder& r);
 void verify_sparse_attention(Recorder& r);
+
+// The small cases; the caches, rope and merge_state have them in the functions above.
+void verify_small_prefills(Recorder& r);
+void verify_small_decodes(Recorder& r);
+void verify_small_logits(Recorder& r);
+void verify_small_topk(Recorder& r);
+void verify_small_selections(Recorder& r);
+void verify_small_lists(Recorder& r);
 
 }  // namespace verify
 }  // namespace v0

@@ -113,17 +113,18 @@ std::vector<Line> verify_operations(const Options& options) {
   struct Part {
     std::initializer_list<const char*> ops;
     void (*run)(Recorder&);
+    void (*run_small)(Recorder&);
   };
   static const Part kParts[] = {
-      {{"latent_write", "latent_gather", "index_k_write", "index_k_gather"}, &verify_caches},
-      {{"rope"}, &verify_rope},
-      {{"ragged_prefill"}, &verify_ragged_prefill},
-      {{"merge_state"}, &verify_merge_state},
-      {{"mla_decode"}, &verify_mla_decode},
-      {{"index_logits"}, &verify_index_logits},
-      {{"topk"}, &verify_topk},
-      {{"index_select"}, &verify_index_select},
-      {{"sparse_attention"}, &verify_sparse_attention},
+      {{"latent_write", "latent_gather", "index_k_write", "index_k_gather"}, &verify_caches, &verify_caches},
+      {{"rope"}, &verify_rope, &verify_rope},
+      {{"ragged_prefill"}, &verify_ragged_prefill, &verify_small_prefills},
+      {{"merge_state"}, &verify_merge_state, &verify_merge_state},
+      {{"mla_decode"}, &verify_mla_decode, &verify_small_decodes},
+      {{"index_logits"}, &verify_index_logits, &verify_small_logits},
+      {{"topk"}, &verify_topk, &verify_small_topk},
+      {{"index_select"}, &verify_index_select, &verify_small_selections},
+      {{"sparse_attention"}, &verify_sparse_attention, &verify_small_lists},
   };
   std::vector<Line> all;
   for (const Part& part : kParts) {
@@ -131,7 +132,7 @@ std::vector<Line> verify_operations(const Options& options) {
     Recorder recorder(options);
     for (const char* op : part.ops) wanted = wanted || recorder.wants(op);
     if (!wanted) continue;
-    part.run(recorder);
+    (options.small ? part.run_small : part.run)(recorder);
     for (Line& l : recorder.finish()) all.push_back(std::move(l));
   }
   return all;

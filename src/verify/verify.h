@@ -37,11 +37,17 @@ struct Coverage {
 struct Options {
   std::string op = {};                                    ///< only this operation
   std::string impl = {};                                  ///< only this implementation
+  std::string format = {};                                ///< only formats with this in their name
+  bool small = false;                                     ///< not the grid but a few small cases, as below
   std::function<void(const Line&)> on_line = {};          ///< called as soon as a line is complete
   std::function<void(const Coverage&)> on_coverage = {};  ///< called behind the lines of an operation
 };
 
 /// Runs the grid. Lines of one operation are in the order of its case classes.
+///
+/// `small`: between them the cases launch every kernel of a GPU, in every way that it waits for others, over tens of
+/// keys to hundreds: for tools under which a kernel takes a thousand times as long. Workspaces are left as they were
+/// allocated, so that a tool which looks for reads of memory that nobody wrote has them to look at.
 std::vector<Line> verify_operations(const Options& options = {});
 
 /// "mla_decode  avx512_bf16  q bf16, ...  lengths  14 cases  2.1e-03 of 7.8e-03  ok"
