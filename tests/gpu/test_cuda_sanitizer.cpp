@@ -55,13 +55,14 @@ std::string demangled(const char* name) {
 
 /// Why this device cannot launch the kernel; empty: it can.
 std::string impossible(const std::string& kernel) {
-  // Of the names of cuda/mma/absorbed.cu: configurations of one stage.
-  constexpr const char* kOneStage[] = {"mma::Config<64, 1>", "mma::Config<16, 1>"};
-  constexpr int kSharedOfTwoStages = 226 * 1024;
+  // cuda/mma/absorbed.cu: configurations with room for one tile, and the merge of the only ragged one of 16 lanes.
+  constexpr const char* kOneTile[] = {"mma::Config<64, 1>", "mma::Config<16, 1>",
+                                      "mma::combine_kernel<16, gannet::v0::cuda::mma::Ragged>"};
+  constexpr int kBytesOfTwoTiles = 226 * 1024;
   int shared = 0;
   cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0);
-  for (const char* config : kOneStage)
-    if (shared >= kSharedOfTwoStages && kernel.find(config) != std::string::npos)
+  for (const char* name : kOneTile)
+    if (shared >= kBytesOfTwoTiles && kernel.find(name) != std::string::npos)
       return "for devices with less shared memory";
   for (const ImplInfo& info : list_implementations<MlaDecode>()) {
     const std::string space = info.name == "cuda_sm90" ? "cuda::sm90::" : info.name == "cuda_mma" ? "cuda::mma::" : "";

@@ -526,11 +526,15 @@ void launch(const char* function, void (*kernel)(Rows), const Rows& a, const Dev
 }
 
 template <bool kWrites, class T, Layout kLayout, class W>
-constexpr auto kKernel = kWrites ? write_kernel<T, kLayout, W> : gather_kernel<T, kLayout, W>;
+constexpr auto kernel_of() {  // one of the two: the other one is not compiled
+  if constexpr (kWrites) return write_kernel<T, kLayout, W>;
+  else return gather_kernel<T, kLayout, W>;
+}
 
 template <bool kWrites, Layout kLayout>
 void run_layout(const char* function, const Rows& a, DType outside, const Device& device, Stream stream) {
-  if (outside != DType::kBf16) return launch<Any>(function, kKernel<kWrites, float, kLayout, Any>, a, device, stream);
+  if (outside != DType::kBf16)
+    return launch<Any>(function, kernel_of<kWrites, float, kLayout, Any>(), a, device, stream);
   if constexpr (kLayout != Layout::kF32) {
     using Index = Fixed<128, 0, 8>;
     constexpr int64_t kMostStride = std::numeric_limits<Index::Stride>::max();
@@ -540,7 +544,7 @@ void run_layout(const char* function, const Rows& a, DType outside, const Device
     if (fits && a.dim == 512 && a.rope_dim == 64) {
       const auto with_rows = [&]<int kRows>() {
         using Few = Fixed<512, 64, kRows>;
-        launch<Few>(function, kKernel<kWrites, uint16_t, kLayout, Few>, a, device, stream);
+        launch<Few>(function, kernel_of<kWrites, uint16_t, kLayout, Few>(), a, device, stream);
       };
       if constexpr (kWrites) {
         return with_rows.template operator()<1>();
@@ -552,9 +556,9 @@ void run_layout(const char* function, const Rows& a, DType outside, const Device
     }
     if constexpr (kLayout == Layout::kBf16 || kLayout == Layout::kPlanar)
       if (fits && a.dim == 128 && a.rope_dim == 0)
-        return launch<Index>(function, kKernel<kWrites, uint16_t, kLayout, Index>, a, device, stream);
+        return launch<Index>(function, kernel_of<kWrites, uint16_t, kLayout, Index>(), a, device, stream);
   }
-  launch<Any>(function, kKernel<kWrites, uint16_t, kLayout, Any>, a, device, stream);
+  launch<Any>(function, kernel_of<kWrites, uint16_t, kLayout, Any>(), a, device, stream);
 }
 
 template <bool kWrites>
