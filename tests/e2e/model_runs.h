@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
@@ -14,8 +15,10 @@
 
 namespace gannet::e2e {
 
+/// In the tree that the program was built from, or, on another machine, where the environment's GANNET_SOURCE_DIR says.
 inline std::string checkpoint_dir(const std::string& name) {
-  const std::string root = GANNET_SOURCE_DIR;
+  const char* const moved = std::getenv("GANNET_SOURCE_DIR");
+  const std::string root = moved != nullptr ? moved : GANNET_SOURCE_DIR;
   return name == "tiny-dsv32" ? root + "/models/" + name : root + "/tests/data/checkpoints/" + name;
 }
 
