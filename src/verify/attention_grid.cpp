@@ -107,22 +107,87 @@ void set_rope(const DecodeProblem& d, int64_t request, int64_t position, float x
   }
 }
 
-/// Gives scores of -inf: of every key where the query can be infinite, and of the keys in [begin, end) of each request
-/// where a key can. True if that was possible.
-bool make_scores_infinite(DecodeProblem& d, bool all, int64_t begin, int64_t end) {
-  const DType q = d.q.view.dtype;
-  const LatentFormat f = d.pool.view.format;
-  if (all ? q == DType::kE4m3 : f == LatentFormat::kE4m3) return false;
+/// Sets value `column` of the key at a position, which formats of 8 bits cut to their largest or to NaN (before
+/// scales).
+void set_latent(const DecodeProblem& d, int64_t request, int64_t position, int64_t column, float x) {
+  const LatentCacheView& c = d.pool.view;
+  const int64_t slot = d.paged.slot(request, position);
+  std::byte* row = c.row(slot, c.row_stride());
+  const Bf16 half = Bf16::from_float(x);
+  const std::byte byte{E4m3::from_float(x).bits};
+  switch (c.format) {
+    case LatentFormat::kF32: std::memcpy(row + 4 * column, &x, sizeof x); break;
+    case LatentFormat::kBf16: std::memcpy(row + 2 * column, &half, sizeof half); break;
+    case LatentFormat::kE4m3:
+    case LatentFormat::kPacked656: row[column] = byte; break;
+    case LatentFormat::kE4m3PerToken:
+      c.row(slot - slot % c.page_size, 0)[slot % c.page_size * c.geometry.latent_dim + column] = byte;
+      break;
+  }
+}
+
+/// Which keys have scores of -inf: of a request whose rows see `keys` between them, the one at `position`.
+using Infinite = bool (*)(int64_t position, int64_t keys);
+bool every_key(int64_t, int64_t) { return true; }
+bool first_key(int64_t position, int64_t) { return position == 0; }
+bool first_600_keys(int64_t position, int64_t) { return position < 600; }
+bool last_two_keys(int64_t position, int64_t keys) { return position >= keys - 2; }  // which some rows see and some not
+bool first_and_last_keys(int64_t position, int64_t keys) {
+  return first_key(position, keys) || last_two_keys(position, keys);
+}
+
+/// Gives those keys scores of -inf: by queries that are infinite where all have them, by keys else. True if the formats
+/// can.
+bool make_scores_infinite(DecodeProblem& d, Infinite infinite) {
+  const bool all = infinite == every_key;
+  if (all ? d.q.view.dtype == DType::kE4m3 : d.pool.view.format == LatentFormat::kE4m3) return false;
   const int64_t r = d.pool.view.geometry.latent_dim;
   for (int64_t t = 0; t < d.paged.num_rows; ++t)
     for (int64_t h = 0; h < d.q.view.shape[1]; ++h) set(d.q.view, all ? -kInfinity : 1.0f, t, h, r);
   for (size_t i = 0; i < d.paged.keys_of.size(); ++i) {
     for (int64_t s = 0; s < d.paged.keys_of[i]; ++s) {
       if (all) set_rope(d, static_cast<int64_t>(i), s, 1.0f);
-      else if (s >= begin && s < end) set_rope(d, static_cast<int64_t>(i), s, -kInfinity);
+      else if (infinite(s, d.paged.keys_of[i])) set_rope(d, static_cast<int64_t>(i), s, -kInfinity);
     }
   }
   return true;
+}
+
+/// The same by an infinite value, in a column where every query is -1.
+constexpr int64_t kInfiniteColumn = 300;
+bool make_values_infinite(DecodeProblem& d, Infinite infinite) {
+  if (d.pool.view.format != LatentFormat::kF32 && d.pool.view.format != LatentFormat::kBf16) return false;
+  for (int64_t t = 0; t < d.paged.num_rows; ++t)
+    for (int64_t h = 0; h < d.q.view.shape[1]; ++h) set(d.q.view, -1.0f, t, h, kInfiniteColumn);
+  for (size_t i = 0; i < d.paged.keys_of.size(); ++i)
+    for (int64_t s = 0; s < d.paged.keys_of[i]; ++s)
+      if (infinite(s, d.paged.keys_of[i])) set_latent(d, static_cast<int64_t>(i), s, kInfiniteColumn, kInfinity);
+  return true;
+}
+
+/// Of each row how many of its first keys_of_row keys count; 0 where all have no weight: like a row without keys.
+std::vector<int64_t> weighty_rows(const Paged& paged, const std::vector<int64_t>& keys_of_row, Infinite infinite) {
+  std::vector<int64_t> weighty;
+  for (size_t row = 0; row < keys_of_row.size(); ++row) {
+    const int64_t keys = paged.keys_of[static_cast<size_t>(paged.request_of_row[row])];
+    bool any = false;
+    for (int64_t s = 0; s < keys_of_row[row]; ++s) any = any || !infinite(s, keys);
+    weighty.push_back(any ? keys_of_row[row] : 0);
+  }
+  return weighty;
+}
+
+/// The outputs with zeros in that column of `out`: what an infinite value of a key without weight does there is not
+/// defined (docs/semantics.md).
+Outputs without_column(Outputs o, int64_t width, int64_t column) {
+  for (size_t i = 0; i < o.names.size(); ++i) {
+    if (o.names[i] != "out") continue;
+    const size_t element = size_of(o.dtypes[i]);
+    for (size_t at = static_cast<size_t>(column) * element; at < o.bytes[i].size();
+         at += static_cast<size_t>(width) * element)
+      std::fill_n(o.bytes[i].begin() + static_cast<std::ptrdiff_t>(at), element, std::byte{0});
+  }
+  return o;
 }
 
 AttentionPrecision precision_of(const DecodeOptions& o, const std::string& impl = {}) {
@@ -133,6 +198,42 @@ AttentionPrecision precision_of(const DecodeOptions& o, const std::string& impl 
   // The set of that name takes e4m3 queries over e4m3 rows with fp8 products, and no other e4m3.
   precision.fp8_products = impl == "cuda_sm90" && o.format.q == DType::kE4m3;
   return precision;
+}
+
+/// A decode, or lists of all keys in order, with scores of -inf; `values`: by values that are infinite.
+template <class Params>
+void check_infinite(Recorder& r, const Case& c, const DecodeOptions& o, const DecodeProblem& d, const Params& params,
+                    const std::vector<int64_t>& keys_of_row, Infinite infinite, bool values) {
+  const std::vector<int64_t> weighty = weighty_rows(d.paged, keys_of_row, infinite);
+  const int64_t width = o.geometry.latent_dim;
+  check_case(r, c, params, [&](const Outputs& oracle, const Outputs& got, Worst& worst) {
+    if (values)
+      compare_attention(without_column(oracle, width, kInfiniteColumn), without_column(got, width, kInfiniteColumn),
+                        precision_of(o, got.impl), o.heads, weighty, worst, d.sink.view);
+    else compare_attention(oracle, got, precision_of(o, got.impl), o.heads, weighty, worst, d.sink.view);
+  });
+}
+
+/// Values in either half of the last key of each request, and a rotated one.
+void poke_last_keys(const DecodeProblem& d, float x) {
+  for (size_t i = 0; i < d.paged.keys_of.size(); ++i) {
+    const auto request = static_cast<int64_t>(i);
+    for (const int64_t column : {int64_t{5}, kInfiniteColumn})
+      set_latent(d, request, d.paged.keys_of[i] - 1, column, x);
+    set_rope(d, request, d.paged.keys_of[i] - 1, x);
+  }
+}
+
+/// All outputs of the rows that are not the last of their request, where each has q_len.
+std::vector<std::byte> rows_but_last(const Outputs& o, int64_t q_len, int64_t num_rows) {
+  std::vector<std::byte> bytes;
+  for (const auto& all : o.bytes) {
+    const auto row_bytes = static_cast<std::ptrdiff_t>(all.size()) / num_rows;
+    for (int64_t row = 0; row < num_rows; ++row)
+      if (row % q_len != q_len - 1)
+        bytes.insert(bytes.end(), all.begin() + row * row_bytes, all.begin() + (row + 1) * row_bytes);
+  }
+  return bytes;
 }
 
 void decode_case(Recorder& r, const std::string& case_class, const std::string& detail, const PagedSpec& spec,
@@ -212,7 +313,21 @@ void decode_invariants(Recorder& r, const PagedSpec& mixed, const DecodeOptions&
   });
 }
 
-/// Sinks, largest scores, rows with others between them, scores of -inf.
+/// The last key of each request, which its last row alone sees, may be anything: bit for bit nothing to the other rows.
+void later_rows_case(Recorder& r, const std::string& detail, const PagedSpec& spec, const DecodeOptions& o) {
+  std::vector<DecodeProblem> keep;
+  std::vector<MlaDecode> variants;
+  for (const float x : {0.5f, NAN, kInfinity, -kInfinity, 1e30f}) {
+    keep.push_back(make_decode(spec, o));
+    poke_last_keys(keep.back(), x);
+    variants.push_back(keep.back().params);
+  }
+  const Case c{"mla_decode", o.format.name(), "keys of later rows", detail};
+  check_same<MlaDecode>(r, c, variants,
+                        [&](const Outputs& all) { return rows_but_last(all, spec.q_len, keep[0].paged.num_rows); });
+}
+
+/// Sinks, largest scores, rows with others between them, scores of -inf, keys of later rows.
 void decode_optional_cases(Recorder& r, const AbsorbedFormat& format) {
   // 513 and 1100 keys are two and three segments of the CPU kernels; 9 heads take every sink.
   const PagedSpec some{.seq_lens = {0, 1, 2, 65, 513, 1100}, .q_len = 2};
@@ -231,21 +346,29 @@ void decode_optional_cases(Recorder& r, const AbsorbedFormat& format) {
     o = {.format = format, .page_gap_bytes = 64, .row_gap_bytes = 48};
     decode_case(r, "rows apart", "48 bytes or a few more between rows", some, o);
   }
-  const auto infinite = [&](const char* detail, bool options, bool all, int64_t begin, int64_t end) {
-    DecodeOptions x{.format = format, .heads = 9, .sink = options, .max_logits = options};
+  const auto infinite = [&](const char* detail, bool options, Infinite which, bool values = false) {
+    const DecodeOptions x{.format = format, .heads = 9, .sink = options, .max_logits = options};
     DecodeProblem d = make_decode(some, x);
-    if (!make_scores_infinite(d, all, begin, end)) return;
-    std::vector<int64_t> weighty;  // rows of which no key has a weight are like those without keys
-    for (const int64_t keys : d.paged.keys_of_row) weighty.push_back(all || keys <= end - begin ? 0 : keys);
-    check_case(r, {"mla_decode", format.name(), "scores of -inf", detail}, d.params,
-               [&](const Outputs& oracle, const Outputs& got, Worst& worst) {
-                 compare_attention(oracle, got, precision_of(x), x.heads, weighty, worst, d.sink.view);
-               });
+    const Case c{"mla_decode", format.name(), "scores of -inf", detail};
+    if (values ? make_values_infinite(d, which) : make_scores_infinite(d, which))
+      check_infinite(r, c, x, d, d.params, d.paged.keys_of_row, which, values);
   };
-  infinite("all", false, true, 0, 0);
-  infinite("all, with a sink", true, true, 0, 0);
-  infinite("the first key", true, false, 0, 1);
-  infinite("the first 600 keys", true, false, 0, 600);
+  infinite("all", false, every_key);
+  infinite("all, with a sink", true, every_key);
+  infinite("the first key", true, first_key);
+  infinite("the first 600 keys", true, first_600_keys);
+  infinite("the first 600 keys, no options", false, first_600_keys);
+  infinite("the last two keys", true, last_two_keys);
+  infinite("the last two keys, no options", false, last_two_keys);
+  infinite("infinite values", true, first_and_last_keys, true);
+  infinite("infinite values, no options", false, first_and_last_keys, true);
+  for (const int32_t page_size : {16, 64}) {
+    for (const int64_t heads : {5, 16, 64}) {
+      const DecodeOptions x{.format = format, .heads = heads};
+      later_rows_case(r, fmt::format("{} heads, page size {}", heads, page_size),
+                      {.seq_lens = {130, 66}, .q_len = 3, .page_size = page_size}, x);
+    }
+  }
 }
 
 }  // namespace
@@ -317,6 +440,8 @@ void verify_small_decodes(Recorder& r) {
     add("one row of 16 heads", {.seq_lens = {130, 0, 1}}, 16);
     add("two rows of 16 heads", {.seq_lens = {65, 2}, .q_len = 2, .page_size = 32}, 16);
     add("ragged", {.seq_lens = {100, 0, 7}, .ragged = {3, 1, 2}, .form = PageTableForm::kCsr}, 16);
+    later_rows_case(r, "small, last keys of NaN and infinities", {.seq_lens = {66}, .q_len = 2},
+                    {.format = format, .heads = 16});
     // cuda_generic has one kernel, whose blocks know nothing of each other and which is slow enough.
     if (!r.wants_impl("cuda_mma") && !r.wants_impl("cuda_sm90")) continue;
     add("three rows of 16 heads", {.seq_lens = {130, 64, 3}, .q_len = 3}, 16);
@@ -488,20 +613,34 @@ void sparse_optional_cases(Recorder& r, const AbsorbedFormat& format) {
     sparse_case(r, "lists of any length", fmt::format("k {}", k), {.seq_lens = {300, 0, 90}}, o,
                 {.k = k, .with_lens = k == 16384, .repeats = true});
   }
-  const auto infinite = [&](const char* detail, bool options, bool all, int64_t begin, int64_t end) {
-    DecodeOptions x{.format = format, .heads = 9, .sink = options, .max_logits = options};
+  const auto infinite = [&](const char* detail, bool options, Infinite which, bool values = false) {
+    const DecodeOptions x{.format = format, .heads = 9, .sink = options, .max_logits = options};
     SparseProblem s = make_sparse(some, x, {.k = 1100, .everything = true});
-    if (!make_scores_infinite(s.decode, all, begin, end)) return;
-    std::vector<int64_t> weighty;
-    for (const int64_t n : s.listed) weighty.push_back(all || n <= end - begin ? 0 : n);
-    check_case(r, {"sparse_attention", format.name(), "scores of -inf", detail}, s.params,
-               [&](const Outputs& oracle, const Outputs& got, Worst& worst) {
-                 compare_attention(oracle, got, precision_of(x), x.heads, weighty, worst, s.decode.sink.view);
-               });
+    const Case c{"sparse_attention", format.name(), "scores of -inf", detail};
+    if (values ? make_values_infinite(s.decode, which) : make_scores_infinite(s.decode, which))
+      check_infinite(r, c, x, s.decode, s.params, s.listed, which, values);
   };
-  infinite("all", false, true, 0, 0);
-  infinite("all, with a sink", true, true, 0, 0);
-  infinite("the first 600 keys", true, false, 0, 600);
+  infinite("all", false, every_key);
+  infinite("all, with a sink", true, every_key);
+  infinite("the first 600 keys", true, first_600_keys);
+  infinite("the last two keys, no options", false, last_two_keys);
+  infinite("infinite values", true, first_and_last_keys, true);
+  infinite("infinite values, no options", false, first_and_last_keys, true);
+  for (const int64_t heads : {5, 16, 64}) {  // the last key stands in the last row's list alone
+    const DecodeOptions x{.format = format, .heads = heads};
+    const PagedSpec spec{.seq_lens = {130, 66}, .q_len = 3};
+    std::vector<SparseProblem> keep;
+    std::vector<SparseAttention> variants;
+    for (const float value : {0.5f, NAN, kInfinity, -kInfinity, 1e30f}) {
+      keep.push_back(make_sparse(spec, x, {.k = 130}));
+      poke_last_keys(keep.back().decode, value);
+      variants.push_back(keep.back().params);
+    }
+    const Case c{"sparse_attention", format.name(), "keys of other lists", fmt::format("{} heads", heads)};
+    check_same<SparseAttention>(r, c, variants, [&](const Outputs& all) {
+      return rows_but_last(all, spec.q_len, keep[0].decode.paged.num_rows);
+    });
+  }
 }
 
 }  // namespace

@@ -112,10 +112,10 @@ template <class Params>
 void check_same(Recorder& r, const Case& c, const std::vector<Params>& variants,
                 const std::function<std::vector<std::byte>(const Outputs&)>& pick, bool across_batches = false) {
   const auto compare = [&](const std::string& impl) {
-    const std::vector<std::byte> first = pick(run(variants[0], {.impl = impl}));
+    const std::vector<std::byte> first = pick(run(variants[0], r.run_options(impl)));
     for (size_t i = 1; i < variants.size(); ++i) {
       Worst worst;
-      worst.see(pick(run(variants[i], {.impl = impl})) == first ? 0.0 : 1.0, 0.0, "variant " + std::to_string(i));
+      worst.see(pick(run(variants[i], r.run_options(impl))) == first ? 0.0 : 1.0, 0.0, "variant " + std::to_string(i));
       r.add(c, impl, worst);
     }
   };

@@ -37,10 +37,10 @@
 // bar.arrive for the weights and bar.sync for the sums, but compute-sanitizer's racecheck follows none of them
 // (docs/kernels/mla_decode_sm90.md).
 //
-// Keys that lanes must not see. Beyond the last lane's bound a page holds anything, NaN too, and 0 x NaN is NaN: the
-// scoring warpgroup overwrites such rows by zeros before it announces the weights. Keys that only some lanes see lose
-// their NaN and infinities and are marked instead: lanes that see them get a NaN score. At most the last tiles of a
-// request need that.
+// Keys that lanes must not see. Beyond the last lane's bound a page holds anything, NaN too, and 0 x NaN is NaN: once
+// it has scored a tile, which masks put right, the scoring warpgroup overwrites such rows by zeros, before it announces
+// the weights. Keys that only some lanes see lose their NaN and infinities in the same way: of a NaN the lanes that see
+// it have a NaN score. At most the last tiles of a request need that.
 //
 // Schedule, computed by each block for itself from the lengths. With at most as many groups (requests or rows) as parts
 // (blocks of a lane block), each part gets one piece: the shortest length is searched of which every group can be cut
@@ -125,7 +125,8 @@ struct Shared {
   alignas(16) int partial_sum[kThreads / 32];  // read by 16 bytes, which must not take its neighbours along
 };
 
-/// A key of a tile: not there; there; there, with values that were not finite (only where some lanes do not see it).
+/// A key of a tile: not there; there; there, with values that were no numbers (only where some lanes do not see it, and
+/// only of kernels that mend a tile before they score it).
 constexpr uint8_t kAbsent = 0, kPresent = 1, kMarked = 3;
 
 // Everything is dynamic shared memory, so that the tiles begin where it begins, at a multiple of kAlignment. 226.4 KB
@@ -510,29 +511,25 @@ __device__ inline void produce_pages(const Dense& p, const Schedule& schedule, S
 
 // ---- consumers --------------------------------------------------------------------------------------------------
 
-/// Overwrites the keys of a tile from `most` on by zeros, and takes NaN and infinities from those that only some lanes
-/// see. By a warpgroup, before its scores; the caller's barrier follows.
-__device__ inline void mend_tile(unsigned char* tile, uint8_t* state, int first_key, int least, int most, int tid) {
+/// Overwrites the values of a tile's keys from `most` on by zeros, and takes NaN and infinities from those that only
+/// some lanes see. By a warpgroup that has scored the tile; the caller's barrier follows.
+__device__ inline void mend_tile(unsigned char* tile, int first_key, int least, int most, int tid) {
   constexpr int kRowsAtOnce = 128 / 8;
   const int piece = tid % 8;
 #pragma unroll 1
   for (int r = tid / 8; r < kKeys; r += kRowsAtOnce) {
     const int key = first_key + r;
-    if (key < least) continue;  // eight threads of a row alike
-    bool marked = false;
+    if (key < least) continue;
 #pragma unroll 1
-    for (int b = 0; b < kBlocks; ++b) {
+    for (int b = 0; b < kLatent / 64; ++b) {
       auto* at = reinterpret_cast<uint4*>(tile + b * kBlockBytes + r * 128 + (piece ^ (r % 8)) * 16);
       uint4 v{0, 0, 0, 0};
       if (key < most) {
         v = *at;
         if (!drop_non_finite(v)) continue;
-        marked = true;
       }
       *at = v;
     }
-    marked = __any_sync(0xffu << (threadIdx.x % 32 / 8 * 8), marked);
-    if (marked && piece == 0 && state[r] == kPresent) state[r] = kMarked;
   }
   fence_async_shared();
 }
@@ -639,15 +636,7 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
     // way; behind the first round it is done, and `done` may release what it read. Not later: what is released is what
     // the next tile's loads wait for, and this tile's further blocks may be late themselves.
     auto score_tile = [&](auto wg, int n, int tile, auto done) {
-      const int most = s.bounds[lanes - 1];
       if constexpr (!kPages) wait_full(n, 0);
-      // Whether every lane sees all keys of the tile. The others, at the end of a request, are mended first.
-      if ((tile + 1) * kKeys > least && (kPages || least < most)) {
-#pragma unroll 1
-        for (int b = kPages ? 0 : kLeftBlocks; b < (kPages ? kBlocks : kLeftBlocks + 1); ++b) wait_full(n, b);
-        mend_tile(stages + n % kStages * kStageBytes, s.state[n % kStages], tile * kKeys, least, most, tid);
-        named_barrier_sync(2 + wg, 128);
-      }
       const uint64_t keys = k_major(stage_address + n % kStages * kStageBytes);
       auto round = [&](int b, bool first) {
         if (kPages || b == kLeftBlocks) wait_full(n, b);
@@ -672,6 +661,12 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
       wgmma_commit();
       wgmma_wait<0>();
       hold_registers(score);
+      // Whether every lane sees all keys of the tile. The others, at the end of a request, are mended.
+      if ((tile + 1) * kKeys > least && (kPages || least < s.bounds[lanes - 1])) {
+        named_barrier_sync(2 + wg, 128);  // every warp has scored it
+        mend_tile(stages + n % kStages * kStageBytes, tile * kKeys, least, s.bounds[lanes - 1], tid);
+        named_barrier_sync(2 + wg, 128);
+      }
     };
     // Most tiles need no masks.
     auto needs_masks = [&](int n, int tile) {
@@ -690,9 +685,8 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
         for (int i = 0; i < 2; ++i) {
           const uint32_t state = two >> (8 * i) & 0xffu;
           const int k = 8 * j + 2 * quad + i;
-          const float add = state == kMarked ? NAN : 0.0f;
-          score[4 * j + i] = state == kAbsent || k >= bound0 ? -INFINITY : score[4 * j + i] + add;
-          score[4 * j + 2 + i] = state == kAbsent || k >= bound1 ? -INFINITY : score[4 * j + 2 + i] + add;
+          if (state == kAbsent || k >= bound0) score[4 * j + i] = -INFINITY;
+          if (state == kAbsent || k >= bound1) score[4 * j + 2 + i] = -INFINITY;
         }
       }
     };
