@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "gannet/cuda.h"
+#include "unit/fault_problems.h"
 #include "verify/device_mirror.h"
 #include "verify/problem.h"
 #include "verify/tolerances.h"
@@ -24,6 +25,9 @@ namespace gannet_test {
 namespace {
 
 using namespace gannet;
+using gannet_tests::DecodeProblem;
+using gannet_tests::IndexProblem;
+using gannet_tests::SparseProblem;
 using verify::make_ints;
 using verify::make_tensor;
 using verify::Outputs;
@@ -32,7 +36,6 @@ using verify::Rng;
 using verify::Tensor;
 
 constexpr Device kDevice{DeviceKind::kCuda, 0};
-constexpr float kScale = 0.06f;
 
 /// A batch of it, and the rows of a prefill that go one beyond what a grid's second dimension holds.
 constexpr int64_t kBatch = 65536, kPrefillRows = 65537;
@@ -222,55 +225,37 @@ Tensor slots_of(const Paged& paged, int64_t request) {
   return make_ints(list);
 }
 
-Paged few_requests() { return Paged({.seq_lens = {150, 3, 641}, .q_len = 2}); }
+const verify::PagedSpec kFewRequests{.seq_lens = {150, 3, 641}, .q_len = 2};
+
+/// Lists of every fifth key of a request, a row's behind the one before, some with invalid entries in between.
+SparseProblem lists_of(const DecodeProblem& d, int64_t request, int64_t k, bool holes) {
+  SparseProblem s(d, k);
+  const int64_t keys = d.paged.keys_of[static_cast<size_t>(request)];
+  for (int64_t row = 0; row < d.paged.num_rows; ++row)
+    for (int64_t i = 0; i < k; ++i)
+      *s.slots.view.ptr<int32_t>(row, i) =
+          holes && i % 9 == 8 ? -1 : static_cast<int32_t>(d.paged.slot(request, (row * 64 + i * 5) % keys));
+  s.params.topk_lens = {};
+  return s;
+}
 
 TEST_F(CudaLimits, LatentPoolsBeyondFourGiB) {
   DeviceMemory memory(kPoolBytes);
-  const Paged paged = few_requests();
-  const Tensor slots = slots_of(paged, 2);
+  const Tensor slots = slots_of(Paged(kFewRequests), 2);
   const int64_t n = slots.view.shape[0];
   const Tensor latent = make_tensor(DType::kBf16, {n, 512}), rope = make_tensor(DType::kBf16, {n, 64});
-  const Tensor q = make_tensor(DType::kBf16, {paged.num_rows, 16, 576});
-  const Tensor out = make_tensor(DType::kBf16, {paged.num_rows, 16, 512});
-  const Tensor lse = make_tensor(DType::kF32, {paged.num_rows, 16});
   verify::fill_normal(latent, Rng(1));
   verify::fill_normal(rope, Rng(2));
-  verify::fill_normal(q, Rng(3));
-  std::vector<int32_t> list;
-  for (int64_t row = 0; row < paged.num_rows; ++row)
-    for (int64_t i = 0; i < 64; ++i)
-      list.push_back(i % 9 == 8 ? -1 : static_cast<int32_t>(paged.slot(2, (row * 64 + i * 5) % 641)));
-  Tensor lists = make_ints(list);
-  lists.view = view(lists.view.ptr<int32_t>(), {paged.num_rows, 64});
   for (const LatentFormat format : {LatentFormat::kF32, LatentFormat::kBf16, LatentFormat::kE4m3,
                                     LatentFormat::kPacked656, LatentFormat::kE4m3PerToken}) {
     std::printf("%s\n", to_string(format));
-    const verify::LatentPool near = verify::make_latent_pool(paged, format, 4);
+    const DecodeProblem d(kFewRequests, {DType::kBf16, format}, 16);
+    const verify::LatentPool& near = d.pool;
     const FarPool<LatentCacheView> far(near.view, memory);
     far.fill(near.view.data);
-    LatentGather g;
-    g.slots = slots.view;
-    g.cache = near.view;
-    g.latent = latent.view;
-    g.rope = rope.view;
-    expect_same_far(g, far);
-    MlaDecode d;
-    d.q = q.view;
-    d.cache = near.view;
-    d.pages = paged.table();
-    d.rows = paged.rows();
-    d.out = out.view;
-    d.lse = lse.view;
-    d.softmax_scale = kScale;
-    expect_same_far(d, far);
-    SparseAttention s;
-    s.q = q.view;
-    s.cache = near.view;
-    s.topk_slots = lists.view;
-    s.out = out.view;
-    s.lse = lse.view;
-    s.softmax_scale = kScale;
-    expect_same_far(s, far);
+    expect_same_far(LatentGather{slots.view, near.view, latent.view, rope.view}, far);
+    expect_same_far(d.params, far);
+    expect_same_far(lists_of(d, 2, 64, true).params, far);
 
     verify::Buffer written(far.bytes);
     LatentWrite w;
@@ -285,52 +270,21 @@ TEST_F(CudaLimits, LatentPoolsBeyondFourGiB) {
 
 TEST_F(CudaLimits, IndexPoolsBeyondFourGiB) {
   DeviceMemory memory(kPoolBytes);
-  const Paged paged = few_requests();
-  const Tensor slots = slots_of(paged, 2);
-  const int64_t n = slots.view.shape[0];
-  const Tensor k = make_tensor(DType::kBf16, {n, 128});
-  const Tensor q = make_tensor(DType::kBf16, {paged.num_rows, 32, 128});
-  const Tensor narrow_q = make_tensor(DType::kE4m3, {paged.num_rows, 32, 128});
-  const Tensor weights = make_tensor(DType::kF32, {paged.num_rows, 32});
-  const Tensor logits = make_tensor(DType::kF32, {paged.num_rows, 641});
-  const Tensor list = make_tensor(DType::kI32, {paged.num_rows, 64});
-  const Tensor lens = make_tensor(DType::kI32, {paged.num_rows});
+  const Tensor slots = slots_of(Paged(kFewRequests), 2);
+  const Tensor k = make_tensor(DType::kBf16, {slots.view.shape[0], 128});
   verify::fill_normal(k, Rng(1));
-  verify::fill_normal(q, Rng(2));
-  verify::fill_normal(narrow_q, Rng(2));
-  verify::fill_normal(weights, Rng(3));
   for (const IndexKFormat format : {IndexKFormat::kF32, IndexKFormat::kBf16, IndexKFormat::kE4m3}) {
     std::printf("%s\n", to_string(format));
-    const verify::IndexPool near = verify::make_index_pool(paged, format, ScaleFormat::kFp32, 128, 4);
+    const IndexProblem p(kFewRequests, {DType::kBf16, format}, 32, 64),
+        narrow(kFewRequests, {DType::kE4m3, format}, 32, 64);  // the same pool
+    const verify::IndexPool& near = p.pool;
     const FarPool<IndexCacheView> far(near.view, memory);
     far.fill(near.view.data);
-    IndexKGather g;
-    g.slots = slots.view;
-    g.cache = near.view;
-    g.k = k.view;
-    expect_same_far(g, far);
-    IndexLogits l;
-    l.q = q.view;
-    l.weights = weights.view;
-    l.cache = near.view;
-    l.pages = paged.table();
-    l.rows = paged.rows();
-    l.logits = logits.view;
-    expect_same_far(l, far);
-    l.q = narrow_q.view;
-    expect_same_far(l, far);
-    IndexSelect s;
-    s.q = q.view;
-    s.weights = weights.view;
-    s.cache = near.view;
-    s.pages = paged.table();
-    s.rows = paged.rows();
-    s.max_seq_len = 641;
-    s.topk_slots = list.view;
-    s.topk_lens = lens.view;
-    expect_same_far(s, far);
-    s.q = narrow_q.view;
-    expect_same_far(s, far);
+    expect_same_far(IndexKGather{slots.view, near.view, k.view}, far);
+    for (const IndexProblem* of : {&p, &narrow}) {
+      expect_same_far(of->scores, far);
+      expect_same_far(of->select, far);
+    }
 
     verify::Buffer written(far.bytes);
     IndexKWrite w;
@@ -351,7 +305,7 @@ constexpr int64_t kFewRows = 7;
 bool close(const std::string& name, const float* got, const float* want, size_t n) {
   verify::AttentionPrecision p;
   p.num_keys = 200;
-  p.score_deviation = std::sqrt(576.0) * kScale;
+  p.score_deviation = gannet_tests::kScoreDeviation;
   double error = 0.0, norm = 0.0;
   for (size_t i = 0; i < n; ++i) {
     if (got[i] == want[i]) continue;  // infinities too
@@ -409,82 +363,29 @@ void expect_repeats(const Params& few, int64_t rows, bool may_be_close = false) 
   }
 }
 
-Paged few_rows() { return Paged({.seq_lens = {1, 3, 64, 65, 130, 17, 200}}); }
+const verify::PagedSpec kFewRowsSpec{.seq_lens = {1, 3, 64, 65, 130, 17, 200}};
 
 TEST_F(CudaLimits, AttentionOverABatchOf65536) {
-  const Paged paged = few_rows();
-  const verify::LatentPool pool = verify::make_latent_pool(paged, LatentFormat::kBf16, 4);
-  const Tensor q = make_tensor(DType::kBf16, {kFewRows, 2, 576});
-  const Tensor out = make_tensor(DType::kF32, {kFewRows, 2, 512}), lse = make_tensor(DType::kF32, {kFewRows, 2});
-  verify::fill_normal(q, Rng(3));
-  MlaDecode d;
-  d.q = q.view;
-  d.cache = pool.view;
-  d.pages = paged.table();
-  d.rows = paged.rows();
-  d.out = out.view;
-  d.lse = lse.view;
-  d.softmax_scale = kScale;
-  expect_repeats(d, kBatch, true);
-
-  std::vector<int32_t> list;
-  for (int64_t row = 0; row < kFewRows; ++row)
-    for (int64_t i = 0; i < 64; ++i)
-      list.push_back(i % 9 == 8 ? -1 : static_cast<int32_t>(paged.slot(6, (row * 64 + i * 5) % 200)));
-  Tensor lists = make_ints(list);
-  lists.view = view(lists.view.ptr<int32_t>(), {kFewRows, 64});
-  SparseAttention s;
-  s.q = q.view;
-  s.cache = pool.view;
-  s.topk_slots = lists.view;
-  s.out = out.view;
-  s.lse = lse.view;
-  s.softmax_scale = kScale;
-  expect_repeats(s, kBatch, true);
+  const DecodeProblem d(kFewRowsSpec, {DType::kBf16, LatentFormat::kBf16}, 2);
+  expect_repeats(d.params, kBatch, true);
+  expect_repeats(lists_of(d, 6, 64, true).params, kBatch, true);
 }
 
 TEST_F(CudaLimits, SelectionOverABatchOf65536) {
-  const Paged paged = few_rows();
   // Whole numbers: every order of sums gives the same bits.
-  const verify::IndexPool pool = verify::make_index_pool(paged, IndexKFormat::kE4m3, ScaleFormat::kPowerOfTwo, 128, 4,
-                                                         verify::Poison::kNan, 0, true);
-  const Tensor q = make_tensor(DType::kE4m3, {kFewRows, 32, 128}), weights = make_tensor(DType::kF32, {kFewRows, 32});
+  const IndexProblem p(kFewRowsSpec, {DType::kE4m3, IndexKFormat::kE4m3}, 32, 32, verify::Poison::kNan, 0, true);
   Rng rng(5);
   for (int64_t t = 0; t < kFewRows; ++t)
     for (int64_t h = 0; h < 32; ++h) {
-      verify::set(weights.view, static_cast<float>(rng.below(5)) - 2.0f, t, h);
-      for (int64_t d = 0; d < 128; ++d) verify::set(q.view, static_cast<float>(rng.below(5)) - 2.0f, t, h, d);
+      verify::set(p.weights.view, static_cast<float>(rng.below(5)) - 2.0f, t, h);
+      for (int64_t d = 0; d < 128; ++d) verify::set(p.q.view, static_cast<float>(rng.below(5)) - 2.0f, t, h, d);
     }
-  const Tensor logits = make_tensor(DType::kF32, {kFewRows, 200});
-  IndexLogits l;
-  l.q = q.view;
-  l.weights = weights.view;
-  l.cache = pool.view;
-  l.pages = paged.table();
-  l.rows = paged.rows();
-  l.logits = logits.view;
-  expect_repeats(l, kBatch);
+  expect_repeats(p.scores, kBatch);
+  expect_repeats(p.select, kBatch);
 
-  const Tensor list = make_tensor(DType::kI32, {kFewRows, 32}), lens = make_tensor(DType::kI32, {kFewRows});
-  IndexSelect s;
-  s.q = q.view;
-  s.weights = weights.view;
-  s.cache = pool.view;
-  s.pages = paged.table();
-  s.rows = paged.rows();
-  s.max_seq_len = 200;
-  s.topk_slots = list.view;
-  s.topk_lens = lens.view;
-  expect_repeats(s, kBatch);
-
-  verify::fill_normal(logits, Rng(6));
+  verify::fill_normal(p.logits, Rng(6));
   const Tensor columns = make_ints({200, 1, 0, 33, 64, 199, 100});
-  TopK t;
-  t.logits = logits.view;
-  t.lens = columns.view;
-  t.positions = list.view;
-  t.counts = lens.view;
-  expect_repeats(t, kBatch);
+  expect_repeats(TopK{p.logits.view, columns.view, p.positions.view, p.lens.view}, kBatch);
 }
 
 TEST_F(CudaLimits, MergeRopeAndGathersOf65536Rows) {
@@ -511,7 +412,7 @@ TEST_F(CudaLimits, MergeRopeAndGathersOf65536Rows) {
   r.offset = 64;
   expect_repeats(r, kBatch);
 
-  const Paged paged = few_rows();
+  const Paged paged(kFewRowsSpec);
   std::vector<int32_t> list;
   for (int64_t i = 0; i < kFewRows; ++i) list.push_back(i == 3 ? -1 : static_cast<int32_t>(paged.slot(6, 20 * i)));
   const Tensor slots = make_ints(list);
@@ -600,7 +501,7 @@ struct Prefill {
     params.lse = lse.view;
     params.cu_q_lens = q_starts.view;
     params.cu_kv_lens = kv_starts.view;
-    params.softmax_scale = kScale;
+    params.softmax_scale = gannet_tests::kSoftmaxScale;
   }
   void fill() const {
     verify::fill_normal(q, Rng(1));
@@ -737,80 +638,43 @@ void expect_same_bits(const Params& params, const BusyStream& busy) {
 
 TEST_F(CudaLimits, TwentyLaunchesBesideABusyStreamGiveTheSameBits) {
   const BusyStream busy;
-  const Paged paged({.seq_lens = {2600, 1, 701, 64}, .q_len = 2});
-  const int64_t rows = paged.num_rows;
-  const Tensor q = make_tensor(DType::kBf16, {rows, 32, 576}), out = make_tensor(DType::kBf16, {rows, 32, 512});
-  const Tensor lse = make_tensor(DType::kF32, {rows, 32});
-  verify::fill_normal(q, Rng(3));
-  std::vector<int32_t> list;
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t i = 0; i < 512; ++i) list.push_back(static_cast<int32_t>(paged.slot(0, (row * 64 + i * 5) % 2600)));
-  Tensor lists = make_ints(list);
-  lists.view = view(lists.view.ptr<int32_t>(), {rows, 512});
-  const Tensor slots = slots_of(paged, 2);
+  const verify::PagedSpec spec{.seq_lens = {2600, 1, 701, 64}, .q_len = 2};
+  const Tensor slots = slots_of(Paged(spec), 2);
   const int64_t n = slots.view.shape[0];
   const Tensor latent = make_tensor(DType::kBf16, {n, 512}), rope = make_tensor(DType::kBf16, {n, 64});
   verify::fill_normal(latent, Rng(1));
   verify::fill_normal(rope, Rng(2));
   for (const LatentFormat format : {LatentFormat::kBf16, LatentFormat::kE4m3, LatentFormat::kPacked656}) {
-    const verify::LatentPool pool = verify::make_latent_pool(paged, format, 4);
-    MlaDecode d;
-    d.q = q.view;
-    d.cache = pool.view;
-    d.pages = paged.table();
-    d.rows = paged.rows();
-    d.out = out.view;
-    d.lse = lse.view;
-    d.softmax_scale = kScale;
-    expect_same_bits(d, busy);
-    SparseAttention s;
-    s.q = q.view;
-    s.cache = pool.view;
-    s.topk_slots = lists.view;
-    s.out = out.view;
-    s.lse = lse.view;
-    s.softmax_scale = kScale;
-    expect_same_bits(s, busy);
-    expect_same_bits(LatentWrite{latent.view, rope.view, slots.view, pool.view}, busy);
-    expect_same_bits(LatentGather{slots.view, pool.view, latent.view, rope.view}, busy);
+    for (const int64_t heads :
+         {8, 32}) {  // of two rows: as many lanes as the narrower blocks of cuda_sm90 have, and more
+      const DecodeProblem d(spec, {DType::kBf16, format}, heads);
+      expect_same_bits(d.params, busy);
+      expect_same_bits(lists_of(d, 0, 512, false).params, busy);
+    }
+    const DecodeProblem d(spec, {DType::kBf16, format}, 1);
+    expect_same_bits(LatentWrite{latent.view, rope.view, slots.view, d.pool.view}, busy);
+    expect_same_bits(LatentGather{slots.view, d.pool.view, latent.view, rope.view}, busy);
   }
+  for (const int64_t heads : {8, 16, 32})
+    expect_same_bits(DecodeProblem(spec, {DType::kE4m3, LatentFormat::kE4m3}, heads).params, busy);
 
-  const verify::IndexPool pool = verify::make_index_pool(paged, IndexKFormat::kE4m3, ScaleFormat::kFp32, 128, 4);
+  const IndexProblem p(spec, {DType::kE4m3, IndexKFormat::kE4m3}, 32, 256);
   const Tensor k = make_tensor(DType::kBf16, {n, 128});
   verify::fill_normal(k, Rng(7));
-  expect_same_bits(IndexKWrite{k.view, slots.view, pool.view}, busy);
-  expect_same_bits(IndexKGather{slots.view, pool.view, k.view}, busy);
-  const Tensor iq = make_tensor(DType::kE4m3, {rows, 32, 128}), weights = make_tensor(DType::kF32, {rows, 32});
-  const Tensor logits = make_tensor(DType::kF32, {rows, 2600});
-  const Tensor picked = make_tensor(DType::kI32, {rows, 256}), lens = make_tensor(DType::kI32, {rows});
-  verify::fill_normal(iq, Rng(8));
-  verify::fill_normal(weights, Rng(9));
-  IndexLogits l;
-  l.q = iq.view;
-  l.weights = weights.view;
-  l.cache = pool.view;
-  l.pages = paged.table();
-  l.rows = paged.rows();
-  l.logits = logits.view;
-  expect_same_bits(l, busy);
-  IndexSelect s;
-  s.q = iq.view;
-  s.weights = weights.view;
-  s.cache = pool.view;
-  s.pages = paged.table();
-  s.rows = paged.rows();
-  s.max_seq_len = 2600;
-  s.topk_slots = picked.view;
-  s.topk_lens = lens.view;
-  expect_same_bits(s, busy);
-  verify::fill_normal(logits, Rng(10));
+  expect_same_bits(IndexKWrite{k.view, slots.view, p.pool.view}, busy);
+  expect_same_bits(IndexKGather{slots.view, p.pool.view, k.view}, busy);
+  expect_same_bits(p.scores, busy);
+  expect_same_bits(p.select, busy);
+  const int64_t rows = p.paged.num_rows;
+  verify::fill_normal(p.logits, Rng(10));
   const Tensor columns = make_ints(std::vector<int32_t>(static_cast<size_t>(rows), 2600));
-  expect_same_bits(TopK{logits.view, columns.view, picked.view, lens.view}, busy);
+  expect_same_bits(TopK{p.logits.view, columns.view, p.positions.view, p.lens.view}, busy);
 
   const Prefill prefill({200, 1, 300}, {200, 77, 1000});
   prefill.fill();
   expect_same_bits(prefill.params, busy);
-  const Tensor other = make_tensor(DType::kBf16, {rows, 32, 512}), lse_b = make_tensor(DType::kF32, {rows, 32});
+  const Tensor out = make_tensor(DType::kBf16, {rows, 32, 512}), other = make_tensor(DType::kBf16, {rows, 32, 512});
+  const Tensor lse = make_tensor(DType::kF32, {rows, 32}), lse_b = make_tensor(DType::kF32, {rows, 32});
   verify::fill_normal(out, Rng(11));
   verify::fill_normal(other, Rng(12));
   verify::fill_normal(lse, Rng(13));
@@ -824,6 +688,8 @@ TEST_F(CudaLimits, TwentyLaunchesBesideABusyStreamGiveTheSameBits) {
   const Tensor table = make_tensor(DType::kF32, {100, 64});
   verify::fill_normal(table, Rng(15));
   const Tensor positions = make_ints(std::vector<int32_t>(static_cast<size_t>(rows), 7));
+  const Tensor q = make_tensor(DType::kBf16, {rows, 32, 576});
+  verify::fill_normal(q, Rng(16));
   Rope r;
   r.x = q.view;
   r.positions = positions.view;

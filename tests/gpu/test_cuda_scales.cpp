@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "gannet/cuda.h"
+#include "unit/fault_problems.h"
 #include "verify/problem.h"
 #include "verify/tolerances.h"
 
@@ -16,14 +17,10 @@ namespace gannet_test {
 namespace {
 
 using namespace gannet;
-using verify::make_tensor;
 using verify::Outputs;
 using verify::Paged;
-using verify::Rng;
-using verify::Tensor;
 
-constexpr float kScale = 0.06f;
-constexpr int64_t kHeads = 16, kLatent = 512, kWidth = 576;
+constexpr int64_t kHeads = 16, kLatent = 512;
 
 /// A change of scale by 2^exponent of every key, or of each block of 128 values by another where `blocks` says so, and
 /// of the queries' latent part by the inverse, so that scores stay what they are. Products of powers of two are exact.
@@ -53,14 +50,19 @@ double worst_block(const std::vector<float>& got, const std::vector<float>& want
 TEST(CudaScales, OfPackedRows) {
   std::string why;
   if (cuda_device_count(&why) == 0) GTEST_SKIP() << "no CUDA device: " << why;
-  const Paged paged({.seq_lens = {700, 64, 131}});
-  for (const Change& change :
-       {Change{"1", 0, false, true}, {"2^100", 100, false, true}, {"2^-100", -100, false, true},
-        {"2^-50 to 2^50, by blocks", 50, true, true}, {"2^-130", -130, false, false}}) {
-    const verify::LatentPool pool = verify::make_latent_pool(paged, LatentFormat::kPacked656, 4);
-    const Tensor q = make_tensor(DType::kBf16, {paged.num_rows, kHeads, kWidth});
-    verify::fill_normal(q, Rng(5));
-    auto exponent_of = [&](int block) { return change.blocks ? change.exponent * (2 * block - 3) / 3 : change.exponent; };
+  for (const Change& change : {Change{"1", 0, false, true},
+                               {"2^100", 100, false, true},
+                               {"2^-100", -100, false, true},
+                               {"2^-50 to 2^50, by blocks", 50, true, true},
+                               {"2^-130", -130, false, false}}) {
+    const gannet_tests::DecodeProblem d({.seq_lens = {700, 64, 131}}, {DType::kBf16, LatentFormat::kPacked656}, kHeads);
+    const Paged& paged = d.paged;
+    const verify::LatentPool& pool = d.pool;
+    const TensorView& q = d.q.view;
+    const MlaDecode& p = d.params;
+    auto exponent_of = [&](int block) {
+      return change.blocks ? change.exponent * (2 * block - 3) / 3 : change.exponent;
+    };
     for (size_t i = 0; i < paged.keys_of.size(); ++i) {
       for (int64_t t = 0; t < paged.keys_of[i]; ++t) {
         std::byte* scales = pool.view.row(paged.slot(static_cast<int64_t>(i), t), pool.view.row_stride()) + kLatent;
@@ -74,22 +76,10 @@ TEST(CudaScales, OfPackedRows) {
     }
     for (int64_t t = 0; change.queries && t < paged.num_rows; ++t)
       for (int64_t h = 0; h < kHeads; ++h)
-        for (int64_t d = 0; d < kLatent; ++d)
-          verify::set(q.view, std::ldexp(verify::get(q.view, t, h, d), -exponent_of(static_cast<int>(d) / 128)), t, h, d);
-    const Tensor out = make_tensor(DType::kF32, {paged.num_rows, kHeads, kLatent});
-    const Tensor lse = make_tensor(DType::kF32, {paged.num_rows, kHeads});
-    MlaDecode p;
-    p.q = q.view;
-    p.cache = pool.view;
-    p.pages = paged.table();
-    p.rows = paged.rows();
-    p.out = out.view;
-    p.lse = lse.view;
-    p.softmax_scale = kScale;
+        for (int64_t i = 0; i < kLatent; ++i)
+          verify::set(q, std::ldexp(verify::get(q, t, h, i), -exponent_of(static_cast<int>(i) / 128)), t, h, i);
     const Outputs oracle = verify::run(p, {.impl = "ref"});
-    const verify::AttentionPrecision precision = {.rounds_inputs = true,
-                                                  .num_keys = 64,
-                                                  .score_deviation = std::sqrt(double{kWidth}) * kScale};
+    const verify::AttentionPrecision precision = precision_of(d.format, 64);
     int ran = 0;
     for (const ImplInfo& info : list_implementations<MlaDecode>()) {
       if (info.device != DeviceKind::kCuda || !info.runs_here) continue;
