@@ -146,6 +146,8 @@ typedef struct gannet_context_options {
                                       as many as the process may run on. Not together with an executor. */
   void (*log)(void* user, gannet_log_level level, const char* text); /* NULL: silent */
   void* log_user;
+  int32_t no_overlap; /* 0 or 1: what is made from the context sets no kernel up on a CUDA device while the one before
+                         it on the stream ends (Stream::overlap of gannet/device.h); the same bits either way */
 } gannet_context_options;
 
 typedef struct gannet_context gannet_context;
@@ -598,6 +600,15 @@ GANNET_API gannet_status gannet_import_pages(const gannet_layer* layers, int32_t
 
 /* ---- beside the operations --------------------------------------------------------------------------------------- */
 
+/* Several KV heads, as independent problems over views of the same memory (gannet/kv_heads.h). kv_head_of: head
+   `kv_head` of a pool that holds num_kv_heads rows a token, one behind the other; `pool` has the geometry of one head
+   and the page stride of all; `out` has its struct_size set. head_group_of: heads [group * H / num_groups, (group + 1)
+   * H / num_groups) of [rows, H], [rows, H, width] or, with one dimension, [H]; absent stays absent. */
+GANNET_API gannet_status gannet_kv_head_of(const gannet_latent_cache* pool, int32_t num_kv_heads, int32_t kv_head,
+                                           gannet_latent_cache* out);
+GANNET_API gannet_status gannet_head_group_of(const gannet_tensor* t, int32_t num_groups, int32_t group,
+                                              gannet_tensor* out);
+
 /* to = from times the Walsh-Hadamard matrix of the last dimension, a power of two up to 1,024, divided by its square
    root: its own inverse. fp32 or bf16, of equal shape, on one device; they may be the same. On a CUDA device it is
    enqueued on the stream; else stream is NULL. Index queries and keys of caches with `hadamard` are rotated so. */
@@ -621,6 +632,53 @@ typedef struct gannet_index_sharing {
 } gannet_index_sharing;
 /* sources[l], of num_hidden_layers entries: the layer whose selection layer l uses, itself where it has an indexer. */
 GANNET_API gannet_status gannet_selection_sources(const gannet_index_sharing* sharing, int32_t* sources);
+
+/* ---- page tables that batches share ------------------------------------------------------------------------------ */
+
+/* The page table and the lengths of a batch of decode requests, where the kernels read them, shared by several captured
+   batches: those of a target and of its draft, of one backend or of several (gannet/shared_page_table.h).
+
+     gannet_shared_page_table_create(&options, NULL, &table);
+     gannet_backend_capture_shared(target, &shape_of_target, table);
+     gannet_backend_capture_shared(draft, &shape_of_draft, table);
+     each step, in either order:
+       gannet_shared_page_table_refresh(table, step, seq_lens, n, &pages, stream, NULL);  the second one does nothing
+       gannet_backend_refresh_shared(target, &its_step);
+       gannet_backend_refresh_shared(draft, &its_step); */
+typedef struct gannet_shared_page_table gannet_shared_page_table;
+
+typedef struct gannet_shared_page_table_options {
+  size_t struct_size;
+  int32_t num_requests; /* at least 1, those included that pad a smaller batch */
+  int32_t page_size;
+  int64_t max_seq_len;  /* tokens of a request at most, drafts included */
+  int64_t num_pages;    /* of the pool: pages are checked against it; 0: not checked */
+  int32_t lookahead;    /* tokens beyond its length for which a request has pages: what drafts of a step reach */
+  gannet_device device; /* where memory is NULL */
+} gannet_shared_page_table_options;
+
+/* Of generation 0, all requests padding. memory may be NULL: that of the device in the options. */
+GANNET_API gannet_status gannet_shared_page_table_create(const gannet_shared_page_table_options* options,
+                                                         const gannet_memory* memory, gannet_shared_page_table** out);
+/* A backend keeps the table that it captured a batch with, until it is bound anew or freed. */
+GANNET_API void gannet_shared_page_table_free(gannet_shared_page_table** table);
+
+/* Makes the table that of `generation`, a number of the caller's that grows from step to step: copies the lengths of up
+   to num_requests requests (the others are padding) and of each the pages that min(length + lookahead, max_seq_len)
+   needs; both lie in host memory and are done with on return. Where the table is of that generation already nothing is
+   looked at. *copied, unless NULL: 1 where it copied, else 0. An error leaves the table as it was. Not for a graph. */
+GANNET_API gannet_status gannet_shared_page_table_refresh(gannet_shared_page_table* table, uint64_t generation,
+                                                          const int32_t* seq_lens, int64_t num_seq_lens,
+                                                          const gannet_page_table* pages, void* stream,
+                                                          int32_t* copied);
+/* Makes it that of a greater generation with what is, or will be when the stream comes there, in its tensors. */
+GANNET_API gannet_status gannet_shared_page_table_mark(gannet_shared_page_table* table, uint64_t generation);
+/* 0 for NULL. */
+GANNET_API uint64_t gannet_shared_page_table_generation(const gannet_shared_page_table* table);
+/* Its memory, for kernels of your own; either may be NULL. seq_lens: int32 [num_requests], 0: padding; pages: int32
+   [num_requests, columns], as gannet_pages_padded takes it. */
+GANNET_API gannet_status gannet_shared_page_table_tensors(const gannet_shared_page_table* table,
+                                                          gannet_tensor* seq_lens, gannet_tensor* pages);
 
 /* ---- backends: a step at a time, a layer at a time --------------------------------------------------------------- */
 
@@ -729,6 +787,23 @@ GANNET_API gannet_status gannet_backend_capture(gannet_backend* backend, const g
 /* Like prepare, into the plan captured for (num_requests, step->q_len): a decode step of up to num_requests. */
 GANNET_API gannet_status gannet_backend_refresh(gannet_backend* backend, const gannet_step* step, int32_t num_requests);
 
+/* The same with lengths and pages of a shared table; one table a shape, for good. */
+GANNET_API gannet_status gannet_backend_capture_shared(gannet_backend* backend, const gannet_capture_shape* shape,
+                                                       const gannet_shared_page_table* table);
+typedef struct gannet_shared_step {
+  size_t struct_size;
+  const gannet_shared_page_table* table;
+  uint64_t generation; /* that the step belongs to: the table's now, and as long as the step is used */
+  int32_t q_len;       /* rows of each request: at least 1 */
+  gannet_row_bound decode_bound;
+  gannet_tensor seq_lens; /* optional int32 [num_requests] on the table's device, instead of the table's own */
+  int32_t steps;          /* added to each length, 0 stays 0: a draft's later steps */
+} gannet_shared_step;
+/* On a CUDA device lengths and pages are read there, in the order of the stream, by one kernel that may be captured
+   into a graph in front of the layers; lens_known of gannet_backend_step is 0 then. Calls after the table is of another
+   generation fail: the step is stale. */
+GANNET_API gannet_status gannet_backend_refresh_shared(gannet_backend* backend, const gannet_shared_step* step);
+
 /* A later step of a draft, one row a request: lengths seq_lens[r] + steps, counted from the step that was prepared,
    refreshed or captured last. */
 typedef struct gannet_draft {
@@ -766,6 +841,8 @@ typedef struct gannet_step_info {
   const int32_t* positions;   /* [num_rows]: for RoPE; of padding 0 */
   const int32_t* write_slots; /* [num_rows]: where the rows are written; of padding -1 */
   const int32_t* row_lens;    /* [num_rows]: keys that a row sees */
+  int32_t lens_known; /* 0: lengths are on the device alone (gannet_backend_refresh_shared); seq_lens, positions,
+                         write_slots and row_lens are those of padding, and max_row_len is what it can be */
 } gannet_step_info;
 GANNET_API gannet_status gannet_backend_step(const gannet_backend* backend, gannet_step_info* out);
 

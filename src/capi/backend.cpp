@@ -10,6 +10,7 @@ using namespace gannet::capi;
 struct gannet_backend {
   std::shared_ptr<ContextState> context;
   Memory memory;
+  std::vector<std::shared_ptr<SharedTable>> tables;  // that batches are captured with
   std::unique_ptr<AttentionBackend> backend;
 };
 
@@ -52,6 +53,15 @@ BatchStep step_of(const char* function, const gannet_step* step) {
   s.decode_bound = enum_of(function, "decode_bound", c.decode_bound, RowBound::kUniformBlock);
   if (c.num_requests > 0) s.pages = pages_of(function, c.pages);
   return s;
+}
+
+CaptureShape shape_of(const char* function, const gannet_capture_shape* shape) {
+  const gannet_capture_shape c = read(function, "shape", shape);
+  return {.mode = StepMode::kDecode,
+          .num_requests = c.num_requests,
+          .q_len = c.q_len,
+          .decode_bound = enum_of(function, "decode_bound", c.decode_bound, RowBound::kUniformBlock),
+          .max_seq_len = c.max_seq_len};
 }
 
 StepRows rows_of(const char* function, gannet_step_rows rows) {
@@ -137,8 +147,9 @@ gannet_status gannet_backend_create(gannet_context* context, const gannet_backen
     given(kName, "context", context);
     const AttentionConfig c = config_of(kName, config);
     auto b = std::make_unique<gannet_backend>(
-        gannet_backend{context->state, Memory(kName, memory, config->device), nullptr});
+        gannet_backend{context->state, Memory(kName, memory, config->device), {}, nullptr});
     b->backend = make_attention_backend(b->context->context, c, name == nullptr ? "" : name, b->memory.resource());
+    b->backend->set_stream(b->context->stream(nullptr));
     *out = b.release();
   });
 }
@@ -180,12 +191,15 @@ gannet_status gannet_backend_implementations(const gannet_backend* backend, gann
 
 gannet_status gannet_backend_bind(gannet_backend* backend, const gannet_layer* layers, int32_t num_layers) {
   constexpr const char* kName = "gannet_backend_bind";
-  return guard(kName, [&] { backend_of(kName, backend).bind(layers_of(kName, layers, num_layers)); });
+  return guard(kName, [&] {
+    backend_of(kName, backend).bind(layers_of(kName, layers, num_layers));
+    backend->tables.clear();  // with the batches that were captured
+  });
 }
 
 gannet_status gannet_backend_set_stream(gannet_backend* backend, void* stream) {
   constexpr const char* kName = "gannet_backend_set_stream";
-  return guard(kName, [&] { backend_of(kName, backend).set_stream({stream}); });
+  return guard(kName, [&] { backend_of(kName, backend).set_stream(backend->context->stream(stream)); });
 }
 
 gannet_status gannet_backend_set_layer_hooks(gannet_backend* backend, const gannet_layer_hooks* hooks) {
@@ -217,20 +231,38 @@ gannet_status gannet_backend_prepare(gannet_backend* backend, const gannet_step*
 
 gannet_status gannet_backend_capture(gannet_backend* backend, const gannet_capture_shape* shape) {
   constexpr const char* kName = "gannet_backend_capture";
+  return guard(kName, [&] { backend_of(kName, backend).capture(shape_of(kName, shape)); });
+}
+
+gannet_status gannet_backend_capture_shared(gannet_backend* backend, const gannet_capture_shape* shape,
+                                            const gannet_shared_page_table* table) {
+  constexpr const char* kName = "gannet_backend_capture_shared";
   return guard(kName, [&] {
-    const gannet_capture_shape c = read(kName, "shape", shape);
-    backend_of(kName, backend)
-        .capture({.mode = StepMode::kDecode,
-                  .num_requests = c.num_requests,
-                  .q_len = c.q_len,
-                  .decode_bound = enum_of(kName, "decode_bound", c.decode_bound, RowBound::kUniformBlock),
-                  .max_seq_len = c.max_seq_len});
+    AttentionBackend& b = backend_of(kName, backend);
+    const std::shared_ptr<SharedTable>& state = given(kName, "table", table)->state;
+    auto& kept = backend->tables;  // before the backend points to it
+    if (std::find(kept.begin(), kept.end(), state) == kept.end()) kept.push_back(state);
+    b.capture(shape_of(kName, shape), state->table);
   });
 }
 
 gannet_status gannet_backend_refresh(gannet_backend* backend, const gannet_step* step, int32_t num_requests) {
   constexpr const char* kName = "gannet_backend_refresh";
   return guard(kName, [&] { backend_of(kName, backend).refresh(step_of(kName, step), num_requests); });
+}
+
+gannet_status gannet_backend_refresh_shared(gannet_backend* backend, const gannet_shared_step* step) {
+  constexpr const char* kName = "gannet_backend_refresh_shared";
+  return guard(kName, [&] {
+    const gannet_shared_step c = read(kName, "step", step);
+    backend_of(kName, backend)
+        .refresh({.table = &given(kName, "table", c.table)->state->table,
+                  .generation = c.generation,
+                  .q_len = c.q_len,
+                  .decode_bound = enum_of(kName, "decode_bound", c.decode_bound, RowBound::kUniformBlock),
+                  .seq_lens = tensor_of(kName, "seq_lens", c.seq_lens),
+                  .steps = c.steps});
+  });
 }
 
 gannet_status gannet_backend_advance(gannet_backend* backend, const gannet_draft* draft) {
@@ -276,6 +308,7 @@ gannet_status gannet_backend_step(const gannet_backend* backend, gannet_step_inf
     info.positions = s.positions().data();
     info.write_slots = s.write_slots().data();
     info.row_lens = s.row_lens().data();
+    info.lens_known = s.lens_known() ? 1 : 0;
     write_struct(kName, "out", info, out);
   });
 }

@@ -89,6 +89,8 @@ std::span<T> span_of(const char* function, const char* name, T* p, int64_t count
 Device device_of(const char* function, const char* name, gannet_device d);
 TensorView tensor_of(const char* function, const char* name, const gannet_tensor& t);
 gannet_tensor to_c(const TensorView& v);
+gannet_latent_cache to_c(const LatentCacheView& v);
+gannet_index_cache to_c(const IndexCacheView& v);
 LatentCacheView latent_cache_of(const char* function, const char* name, const gannet_latent_cache* cache);
 IndexCacheView index_cache_of(const char* function, const char* name, const gannet_index_cache* cache);
 std::vector<LayerCaches> layers_of(const char* function, const gannet_layer* layers, int32_t num_layers);
@@ -110,6 +112,16 @@ class Memory {
 struct ContextState {
   std::unique_ptr<Executor> executor;
   Context context;
+  bool overlap = true;
+  Stream stream(void* handle) const noexcept { return {.handle = handle, .overlap = overlap}; }
+};
+
+/// A shared page table goes before the memory that it came from.
+struct SharedTable {
+  SharedTable(Memory from, const SharedPageTableOptions& options)
+      : memory(std::move(from)), table(options, memory.resource()) {}
+  Memory memory;
+  SharedPageTable table;
 };
 
 template <class T>
@@ -125,4 +137,8 @@ void free_handle(T** handle) noexcept {
 
 struct gannet_context {
   std::shared_ptr<gannet::capi::ContextState> state;
+};
+
+struct gannet_shared_page_table {
+  std::shared_ptr<gannet::capi::SharedTable> state;
 };

@@ -131,6 +131,7 @@ gannet_status gannet_context_create(const gannet_context_options* options, ganne
       state->executor =
           std::make_unique<ThreadPool>(ThreadPoolOptions{.num_threads = o.num_threads < 0 ? 0 : o.num_threads});
     state->context.executor = state->executor.get();
+    state->overlap = !flag_of(kName, "no_overlap", o.no_overlap);
     if (o.log != nullptr)
       state->context.log = [log = o.log, user = o.log_user](LogLevel level, std::string_view text) {
         log(user, static_cast<gannet_log_level>(level), std::string(text).c_str());

@@ -62,6 +62,37 @@ gannet_tensor to_c(const TensorView& v) {
   return t;
 }
 
+gannet_latent_cache to_c(const LatentCacheView& v) {
+  gannet_latent_cache c{};
+  c.struct_size = sizeof c;
+  c.data = v.data;
+  c.format = static_cast<gannet_latent_format>(v.format);
+  c.latent_dim = v.geometry.latent_dim;
+  c.rope_dim = v.geometry.rope_dim;
+  c.page_size = v.page_size;
+  c.num_pages = v.num_pages;
+  c.page_stride_bytes = v.page_stride_bytes;
+  c.scale = v.scale;
+  c.device = {static_cast<gannet_device_kind>(v.device.kind), v.device.index};
+  c.row_stride_bytes = v.row_stride_bytes;
+  return c;
+}
+
+gannet_index_cache to_c(const IndexCacheView& v) {
+  gannet_index_cache c{};
+  c.struct_size = sizeof c;
+  c.data = v.data;
+  c.format = static_cast<gannet_index_k_format>(v.format);
+  c.scale_format = static_cast<gannet_scale_format>(v.scale_format);
+  c.head_dim = v.head_dim;
+  c.page_size = v.page_size;
+  c.num_pages = v.num_pages;
+  c.page_stride_bytes = v.page_stride_bytes;
+  c.device = {static_cast<gannet_device_kind>(v.device.kind), v.device.index};
+  c.hadamard = v.hadamard ? 1 : 0;
+  return c;
+}
+
 LatentCacheView latent_cache_of(const char* function, const char* name, const gannet_latent_cache* cache) {
   const gannet_latent_cache c = read(function, name, cache);
   LatentCacheView v;

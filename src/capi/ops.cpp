@@ -6,6 +6,7 @@
 #include "capi/capi.h"
 #include "gannet/hadamard.h"
 #include "gannet/index_sharing.h"
+#include "gannet/kv_heads.h"
 
 namespace gannet {
 inline namespace v0 {
@@ -192,7 +193,7 @@ using namespace gannet::capi;
 
 struct gannet_plan {
   virtual ~gannet_plan() = default;
-  virtual void run(const gannet_op* args, std::span<std::byte> workspace, Stream stream) const = 0;
+  virtual void run(const gannet_op* args, std::span<std::byte> workspace, void* stream) const = 0;
   const char* impl = nullptr;
   size_t workspace_bytes = 0;
 };
@@ -206,9 +207,9 @@ struct PlanOf final : gannet_plan {
     impl = plan.impl();
     workspace_bytes = plan.workspace_bytes();
   }
-  void run(const gannet_op* args, std::span<std::byte> workspace, Stream stream) const override {
+  void run(const gannet_op* args, std::span<std::byte> workspace, void* stream) const override {
     visit("gannet_plan_run", args, [&]<class Given>(const Given& p) {
-      if constexpr (std::is_same_v<Given, Params>) plan.run(p, workspace, stream);
+      if constexpr (std::is_same_v<Given, Params>) plan.run(p, workspace, context->stream(stream));
       else
         fail_argument("gannet_plan_run", "args.kind is {} ({}); planned was {}", args->kind, Given::kName,
                       Params::kName);
@@ -243,7 +244,7 @@ gannet_status gannet_plan_run(const gannet_plan* plan, const gannet_op* args, vo
   return guard(kName, [&] {
     given(kName, "plan", plan);
     if (workspace_bytes > 0) given(kName, "workspace", workspace);
-    plan->run(args, {static_cast<std::byte*>(workspace), workspace_bytes}, {stream});
+    plan->run(args, {static_cast<std::byte*>(workspace), workspace_bytes}, stream);
   });
 }
 
@@ -270,12 +271,28 @@ gannet_status gannet_list_implementations(gannet_visit_implementation visit, voi
 
 // ---- beside the operations ----------------------------------------------------------------------------------------
 
+gannet_status gannet_kv_head_of(const gannet_latent_cache* pool, int32_t num_kv_heads, int32_t kv_head,
+                                gannet_latent_cache* out) {
+  constexpr const char* kName = "gannet_kv_head_of";
+  return guard(kName, [&] {
+    write_struct(kName, "out", to_c(kv_head_of(latent_cache_of(kName, "pool", pool), num_kv_heads, kv_head)), out);
+  });
+}
+
+gannet_status gannet_head_group_of(const gannet_tensor* t, int32_t num_groups, int32_t group, gannet_tensor* out) {
+  constexpr const char* kName = "gannet_head_group_of";
+  return guard(kName, [&] {
+    *given(kName, "out", out) = to_c(head_group_of(tensor_of(kName, "t", *given(kName, "t", t)), num_groups, group));
+  });
+}
+
 gannet_status gannet_hadamard(const gannet_context* context, const gannet_tensor* from, const gannet_tensor* to,
                               void* stream) {
   constexpr const char* kName = "gannet_hadamard";
   return guard(kName, [&] {
-    hadamard(given(kName, "context", context)->state->context, tensor_of(kName, "from", *given(kName, "from", from)),
-             tensor_of(kName, "to", *given(kName, "to", to)), {stream});
+    const ContextState& state = *given(kName, "context", context)->state;
+    hadamard(state.context, tensor_of(kName, "from", *given(kName, "from", from)),
+             tensor_of(kName, "to", *given(kName, "to", to)), state.stream(stream));
   });
 }
 

@@ -107,39 +107,12 @@ void gannet_index_k_pool_free(gannet_index_k_pool** pool) { free_handle(pool); }
 
 gannet_status gannet_latent_pool_layer(const gannet_latent_pool* pool, int32_t layer, gannet_latent_cache* out) {
   constexpr const char* kName = "gannet_latent_pool_layer";
-  return guard(kName, [&] {
-    const LatentCacheView v = given(kName, "pool", pool)->pool.layer(layer);
-    gannet_latent_cache c{};
-    c.data = v.data;
-    c.format = static_cast<gannet_latent_format>(v.format);
-    c.latent_dim = v.geometry.latent_dim;
-    c.rope_dim = v.geometry.rope_dim;
-    c.page_size = v.page_size;
-    c.num_pages = v.num_pages;
-    c.page_stride_bytes = v.page_stride_bytes;
-    c.scale = v.scale;
-    c.device = {static_cast<gannet_device_kind>(v.device.kind), v.device.index};
-    c.row_stride_bytes = v.row_stride_bytes;
-    write_struct(kName, "out", c, out);
-  });
+  return guard(kName, [&] { write_struct(kName, "out", to_c(given(kName, "pool", pool)->pool.layer(layer)), out); });
 }
 
 gannet_status gannet_index_k_pool_layer(const gannet_index_k_pool* pool, int32_t layer, gannet_index_cache* out) {
   constexpr const char* kName = "gannet_index_k_pool_layer";
-  return guard(kName, [&] {
-    const IndexCacheView v = given(kName, "pool", pool)->pool.layer(layer);
-    gannet_index_cache c{};
-    c.data = v.data;
-    c.format = static_cast<gannet_index_k_format>(v.format);
-    c.scale_format = static_cast<gannet_scale_format>(v.scale_format);
-    c.head_dim = v.head_dim;
-    c.page_size = v.page_size;
-    c.num_pages = v.num_pages;
-    c.page_stride_bytes = v.page_stride_bytes;
-    c.device = {static_cast<gannet_device_kind>(v.device.kind), v.device.index};
-    c.hadamard = v.hadamard ? 1 : 0;
-    write_struct(kName, "out", c, out);
-  });
+  return guard(kName, [&] { write_struct(kName, "out", to_c(given(kName, "pool", pool)->pool.layer(layer)), out); });
 }
 
 // ---- pages --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@
 #include "gannet/kv_transfer.h"
 #include "gannet/ops.h"
 #include "gannet/shared_page_table.h"
+#include "unit/c_views.h"
 
 namespace gannet_test {
 namespace {
@@ -215,14 +216,32 @@ class Graph {
     EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
     work();
     EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    count_overlaps(graph);
     EXPECT_EQ(cudaGraphInstantiate(&exec_, graph, 0), cudaSuccess);
     cudaGraphDestroy(graph);
   }
   ~Graph() { cudaGraphExecDestroy(exec_); }
   Graph(const Graph&) = delete;
   void launch(cudaStream_t stream) const { ASSERT_EQ(cudaGraphLaunch(exec_, stream), cudaSuccess); }
+  /// Kernels that are set up before the one ahead of them has ended.
+  int64_t num_overlaps() const { return num_overlaps_; }
 
  private:
+  void count_overlaps(cudaGraph_t graph) {
+#if CUDART_VERSION >= 13000
+    constexpr auto get_edges = cudaGraphGetEdges;
+#else
+    constexpr auto get_edges = cudaGraphGetEdges_v2;
+#endif
+    size_t n = 0;
+    EXPECT_EQ(get_edges(graph, nullptr, nullptr, nullptr, &n), cudaSuccess);
+    std::vector<cudaGraphNode_t> from(n), to(n);
+    std::vector<cudaGraphEdgeData> edges(n);
+    EXPECT_EQ(get_edges(graph, from.data(), to.data(), edges.data(), &n), cudaSuccess);
+    for (const cudaGraphEdgeData& e : edges) num_overlaps_ += e.type == cudaGraphDependencyTypeProgrammatic;
+  }
+
+  int64_t num_overlaps_ = 0;
   cudaGraphExec_t exec_ = nullptr;
 };
 
@@ -596,6 +615,96 @@ TEST_P(CudaGraphs, OverlapChangesNoBit) {
 }
 
 using CudaBackends = CudaTest;
+
+// What Stream::overlap and a context of C say shows in the graph: its kernels are set up early, or none is.
+TEST_F(CudaBackends, StreamsAndContextsOfCSayWhetherKernelsOverlap) {
+  constexpr int32_t kRows = 4;
+  Engine e(AttentionArch::kDsa, 64, kRows, 1, stream());
+  DeviceTensor out(DType::kBf16, {kRows, 64, kR}), lse(DType::kF32, {kRows, 64});
+  const auto overlaps_of = [&](AttentionBackend& b) {
+    b.bind(layer_caches(e.latent, &e.index));
+    b.capture({.num_requests = kRows});
+    e.run(b, kRows, out, lse);  // plans and workspace
+    wait();
+    return Graph(stream_, [&] { e.run(b, kRows, out, lse); }).num_overlaps();
+  };
+  for (const bool overlap : {true, false}) {
+    gannet_context_options options{};
+    options.struct_size = sizeof options;
+    options.no_overlap = overlap ? 0 : 1;
+    gannet_context* context = nullptr;
+    must(gannet_context_create(&options, &context));
+    const auto cpp = e.backend(false, Stream{.handle = stream_, .overlap = overlap});
+    CBackend c(context, e.config(false));
+    c.set_stream(stream());
+    const int64_t n = overlaps_of(*cpp);
+    EXPECT_EQ(overlaps_of(c), n);
+    bool early = false;  // kernels of this build know how to
+    for (const auto& [op, impl] : cpp->implementations()) early = early || impl == "cuda_sm90";
+    if (overlap && early) EXPECT_GE(n, 2);
+    if (!overlap) EXPECT_EQ(n, 0);
+    std::printf("overlap %d: %lld kernels set up early\n", overlap, static_cast<long long>(n));
+    gannet_context_free(&context);
+  }
+}
+
+// A shared page table of C on the device: lengths and pages are read there, and the bits are those of C++.
+TEST_F(CudaBackends, SharedPageTablesOfCAreThoseOfCpp) {
+  constexpr int32_t kMost = 4, kQLen = 2, kRows = kMost * kQLen;
+  Engine e(AttentionArch::kMla, 16, kRows, 3, stream());
+  gannet_context* context = nullptr;
+  must(gannet_context_create(nullptr, &context));
+  const auto cpp = e.backend(false, stream());
+  CBackend c(context, e.config(false));
+  c.set_stream(stream());
+  c.bind(layer_caches(e.latent, nullptr));
+  SharedPageTable table({.num_requests = kMost, .max_seq_len = kMaxLen, .page_size = kPage, .num_pages = kNumPages},
+                        cuda_memory());
+  gannet_shared_page_table_options o{};
+  o.struct_size = sizeof o;
+  o.num_requests = kMost;
+  o.page_size = kPage;
+  o.max_seq_len = kMaxLen;
+  o.num_pages = kNumPages;
+  o.device = {GANNET_CUDA, 0};
+  gannet_shared_page_table* shared = nullptr;
+  must(gannet_shared_page_table_create(&o, nullptr, &shared));
+  const CaptureShape shape{.num_requests = kMost, .q_len = kQLen};
+  const gannet_capture_shape c_shape = c_of(shape);
+  cpp->capture(shape, table);
+  must(gannet_backend_capture_shared(c.get(), &c_shape, shared));
+  DeviceTensor out(DType::kBf16, {kRows, 16, kR}), lse(DType::kF32, {kRows, 16}), out_c(DType::kBf16, {kRows, 16, kR}),
+      lse_c(DType::kF32, {kRows, 16});
+  Random random(5);
+  for (uint64_t generation = 1; generation <= 5; ++generation) {
+    const Batch batch(random, kMost, kQLen);
+    const BatchStep step = batch.step(kQLen);
+    ASSERT_TRUE(table.refresh(generation, step.seq_lens, step.pages, stream()));
+    const gannet_page_table pages = c_of(step.pages);
+    int32_t copied = 0;
+    must(gannet_shared_page_table_refresh(shared, generation, step.seq_lens.data(), step.num_requests(), &pages,
+                                          stream_, &copied));
+    ASSERT_EQ(copied, 1);
+    cpp->refresh({.table = &table, .generation = generation, .q_len = kQLen});
+    e.run(*cpp, kRows, out, lse);
+    gannet_shared_step s{};
+    s.struct_size = sizeof s;
+    s.table = shared;
+    s.generation = generation;
+    s.q_len = kQLen;
+    must(gannet_backend_refresh_shared(c.get(), &s));
+    gannet_step_info info{};
+    info.struct_size = sizeof info;
+    must(gannet_backend_step(c.get(), &info));
+    EXPECT_EQ(info.lens_known, 0);
+    EXPECT_EQ(info.max_row_len, cpp->step().max_row_len());
+    e.run(c, kRows, out_c, lse_c);
+    ASSERT_EQ(out.read(stream()), out_c.read(stream())) << "generation " << generation;
+    ASSERT_EQ(lse.read(stream()), lse_c.read(stream())) << "generation " << generation;
+  }
+  gannet_shared_page_table_free(&shared);
+  gannet_context_free(&context);
+}
 
 TEST_F(CudaBackends, PlansAreNotForAGraph) {
   Engine e(AttentionArch::kMla, 16, 4, 1, stream());

@@ -69,6 +69,11 @@ inline gannet_kv_rows c_of(const gannet::KvRows& v) {
   return {sizeof(gannet_kv_rows), c_of(v.latent), c_of(v.rope), c_of(v.index_k)};
 }
 
+inline gannet_capture_shape c_of(const gannet::CaptureShape& v) {
+  return {sizeof(gannet_capture_shape), v.num_requests, v.q_len, static_cast<gannet_row_bound>(v.decode_bound),
+          v.max_seq_len};
+}
+
 /// The caches of layers, and what points to them.
 struct CLayers {
   explicit CLayers(std::span<const gannet::LayerCaches> caches) : latent(caches.size()), index(caches.size()) {
@@ -246,8 +251,7 @@ class CBackend final : public gannet::AttentionBackend {
     must(gannet_backend_prepare(backend_, &s.step));
   }
   void capture(const gannet::CaptureShape& shape) override {
-    const gannet_capture_shape c = {sizeof c, shape.num_requests, shape.q_len,
-                                    static_cast<gannet_row_bound>(shape.decode_bound), shape.max_seq_len};
+    const gannet_capture_shape c = c_of(shape);
     must(gannet_backend_capture(backend_, &c));
   }
   void refresh(const gannet::BatchStep& step, int32_t num_requests) override {

@@ -492,6 +492,137 @@ TEST(CApiBackends, CapturedBatchesGiveTheSameBits) {
   }
 }
 
+/// A shared page table of each interface, for the pages of a world.
+struct SharedTables {
+  SharedTables(const World& w, int32_t num_requests)
+      : cpp({.num_requests = num_requests,
+             .max_seq_len = 512,
+             .page_size = w.options.page_size,
+             .num_pages = w.latent->options().num_pages,
+             .lookahead = 2}) {
+    gannet_shared_page_table_options o{};
+    o.struct_size = sizeof o;
+    o.num_requests = num_requests;
+    o.page_size = w.options.page_size;
+    o.max_seq_len = 512;
+    o.num_pages = w.latent->options().num_pages;
+    o.lookahead = 2;
+    must(gannet_shared_page_table_create(&o, nullptr, &c));
+  }
+  ~SharedTables() { gannet_shared_page_table_free(&c); }
+  SharedTables(const SharedTables&) = delete;
+  SharedTables& operator=(const SharedTables&) = delete;
+
+  /// In both, which must say the same.
+  bool refresh(uint64_t generation, std::span<const int32_t> lens, const PageTableView& pages) {
+    const gannet_page_table p = c_of(pages);
+    int32_t copied = -1;
+    must(gannet_shared_page_table_refresh(c, generation, lens.data(), static_cast<int64_t>(lens.size()), &p, nullptr,
+                                          &copied));
+    const bool did = cpp.refresh(generation, lens, pages);
+    EXPECT_EQ(copied, did ? 1 : 0);
+    EXPECT_EQ(gannet_shared_page_table_generation(c), generation);
+    gannet_tensor l{}, t{};
+    must(gannet_shared_page_table_tensors(c, &l, &t));
+    const TensorView wanted_lens = cpp.seq_lens(), wanted_pages = cpp.pages().pages;
+    const auto same = [](const gannet_tensor& got, const TensorView& wanted) {
+      ASSERT_EQ(got.rank, wanted.rank);
+      ASSERT_EQ(got.dtype, GANNET_I32);
+      for (size_t i = 0; i < static_cast<size_t>(wanted.rank); ++i) {
+        ASSERT_EQ(got.shape[i], wanted.shape[i]);
+        ASSERT_EQ(got.stride[i], wanted.stride[i]);
+      }
+      EXPECT_EQ(std::memcmp(got.data, wanted.data, static_cast<size_t>(wanted.num_elements()) * sizeof(int32_t)), 0);
+    };
+    same(l, wanted_lens);
+    same(t, wanted_pages);
+    return did;
+  }
+
+  SharedPageTable cpp;
+  gannet_shared_page_table* c = nullptr;
+};
+
+// A target and its draft over one table, both in one backend: C says and gives what C++ does.
+TEST(CApiBackends, SharedPageTablesGiveTheSameBits) {
+  constexpr int32_t kRequests = 2, kRows = 3;
+  for (const AttentionArch arch : {AttentionArch::kMla, AttentionArch::kDsa}) {
+    WorldOptions o;
+    o.arch = arch;
+    o.topk = 512;  // `dsa` attends to all
+    const std::vector<Request> decodes = {{.prefix = 150, .rows = kRows, .id = 1},
+                                          {.prefix = 7, .rows = kRows, .id = 2}};
+    World cpp(o, {}, decodes, kRows), other(o, {}, decodes, kRows);
+    CContext context;
+    CBackend c(context.context, other.config());
+    c.bind(other.layers());
+    SharedTables tables(cpp, kRequests);
+    for (const int32_t q_len : {kRows, 1}) {
+      const CaptureShape shape{.num_requests = kRequests, .q_len = q_len};
+      cpp.backend->capture(shape, tables.cpp);
+      const gannet_capture_shape s = c_of(shape);
+      must(gannet_backend_capture_shared(c.get(), &s, tables.c));
+    }
+    const auto attend = [&](uint64_t generation, int32_t q_len, const TensorView& lens, int32_t steps) {
+      cpp.backend->refresh(
+          {.table = &tables.cpp, .generation = generation, .q_len = q_len, .seq_lens = lens, .steps = steps});
+      gannet_shared_step s{};
+      s.struct_size = sizeof s;
+      s.table = tables.c;
+      s.generation = generation;
+      s.q_len = q_len;
+      s.seq_lens = c_of(lens);
+      s.steps = steps;
+      must(gannet_backend_refresh_shared(c.get(), &s));
+      gannet_step_info info{};
+      info.struct_size = sizeof info;
+      must(gannet_backend_step(c.get(), &info));
+      const StepPlan& plan = cpp.backend->step();
+      EXPECT_EQ(info.lens_known, plan.lens_known() ? 1 : 0);
+      EXPECT_EQ(info.max_row_len, plan.max_row_len());
+      EXPECT_TRUE(std::equal(plan.row_lens().begin(), plan.row_lens().end(), info.row_lens));
+      const int64_t rows = int64_t{kRequests} * q_len;
+      Tensor q(o.dtype, {rows, o.num_heads, 576});
+      const Tensor some = cpp.q_absorbed();
+      std::memcpy(q.view.data, some.view.data, q.bytes());
+      const World::Kv kv = cpp.kv(1);
+      const auto call = [&](AttentionBackend& b) {
+        Tensor out(o.dtype, {rows, o.num_heads, 512});
+        StepWrite write = AlreadyWritten{};
+        if (q_len == kRows) write = kv.rows();
+        b.attend({.layer = 1, .q = q.view, .write = write, .selection = AttendAll{}, .out = out.view});
+        return out;
+      };
+      const Tensor one = call(*cpp.backend), two = call(c);
+      EXPECT_TRUE(same_bits(one, two)) << "generation " << generation << ", " << q_len << " rows";
+      EXPECT_FALSE(std::isnan(one.get(0))) << "it saw what was written";
+    };
+    const BatchStep step = cpp.step();
+    EXPECT_TRUE(tables.refresh(1, step.seq_lens, step.pages));
+    EXPECT_FALSE(tables.refresh(1, step.seq_lens, step.pages));
+    attend(1, kRows, {}, 0);
+    std::vector<int32_t> accepted = {152, 0};
+    attend(1, 1, gannet::view(accepted.data(), {kRequests}), 1);
+    // Lengths that somebody has written in place.
+    gannet_tensor lens{};
+    must(gannet_shared_page_table_tensors(tables.c, &lens, nullptr));
+    static_cast<int32_t*>(lens.data)[1] = 9;
+    tables.cpp.seq_lens().ptr<int32_t>()[1] = 9;
+    must(gannet_shared_page_table_mark(tables.c, 4));
+    tables.cpp.mark(4);
+    EXPECT_EQ(gannet_backend_write(c.get(), 0, GANNET_ROWS_ALL, nullptr), GANNET_INVALID_ARGUMENT);
+    gannet_step_info info{};
+    info.struct_size = sizeof info;
+    EXPECT_EQ(gannet_backend_step(c.get(), &info), GANNET_INVALID_ARGUMENT);
+    EXPECT_STREQ(gannet_last_error(), error_of([&] { (void)cpp.backend->step(); }).c_str()) << "the step is stale";
+    attend(4, kRows, {}, 0);
+    gannet_shared_page_table_free(&tables.c);
+    EXPECT_EQ(tables.c, nullptr);
+    must(gannet_backend_step(c.get(), &info));
+    EXPECT_EQ(info.num_rows, int64_t{kRequests} * kRows) << "the backend keeps what its batches are captured with";
+  }
+}
+
 // The step as C sees it.
 TEST(CApiBackends, StepsChunksAndDraftsAreThoseOfThePlan) {
   WorldOptions o;
@@ -726,6 +857,44 @@ TEST(CApiOps, RotatedIndexKeys) {
   EXPECT_EQ(back, rotated);
   gannet_index_k_pool_free(&pool);
   gannet_context_free(&context);
+}
+
+// Several KV heads in one pool: the views that C++ gives, whatever already stands in the caller's.
+TEST(CApiOps, KvHeads) {
+  alignas(16) static std::byte memory[64];
+  LatentCacheView pool;
+  pool.data = memory;
+  pool.num_pages = 7;
+  pool.page_size = 32;
+  pool.page_stride_bytes = 1 << 20;
+  const gannet_latent_cache from = c_of(pool);
+  const TensorView whole = gannet::view(memory, DType::kBf16, {3, 6, 576}),
+                   sink = gannet::view(memory, DType::kF32, {6}), absent;
+  for (int32_t g = 0; g < 3; ++g) {
+    const LatentCacheView head = kv_head_of(pool, 3, g);
+    gannet_latent_cache out;
+    std::memset(&out, 0xff, sizeof out);
+    out.struct_size = sizeof out;
+    must(gannet_kv_head_of(&from, 3, g, &out));
+    EXPECT_EQ(out.struct_size, sizeof out);
+    EXPECT_EQ(out.data, head.data);
+    EXPECT_EQ(out.format, GANNET_LATENT_BF16);
+    EXPECT_EQ(out.latent_dim, 512);
+    EXPECT_EQ(out.rope_dim, 64);
+    EXPECT_EQ(out.page_size, 32);
+    EXPECT_EQ(out.num_pages, 7);
+    EXPECT_EQ(out.page_stride_bytes, 1 << 20);
+    EXPECT_EQ(out.row_stride_bytes, 3 * 1152);
+    for (const TensorView& t : {whole, sink, absent}) {
+      const gannet_tensor given = c_of(t), wanted = c_of(head_group_of(t, 3, g));
+      gannet_tensor group;
+      must(gannet_head_group_of(&given, 3, g, &group));
+      EXPECT_EQ(group.data, wanted.data);
+      EXPECT_EQ(group.rank, wanted.rank);
+      EXPECT_TRUE(std::equal(std::begin(group.shape), std::end(group.shape), wanted.shape));
+      EXPECT_TRUE(std::equal(std::begin(group.stride), std::end(group.stride), wanted.stride));
+    }
+  }
 }
 
 TEST(CApiOps, SelectionSources) {

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "capi/capi.h"
 #include "unit/c_views.h"
 
 namespace gannet_test {
@@ -218,6 +219,15 @@ TEST(CApi, NullIsRefusedByName) {
   }();
   const auto io = sized<gannet_index_k_pool_options>();
   const auto capture = sized<gannet_capture_shape>();
+  const auto shared = sized<gannet_shared_step>();
+  const auto to = [] {
+    auto o = sized<gannet_shared_page_table_options>();
+    o.num_requests = o.page_size = 1;
+    o.max_seq_len = 4;
+    return o;
+  }();
+  gannet_shared_page_table *table = nullptr, *not_made = nullptr;
+  must(gannet_shared_page_table_create(&to, nullptr, &table));
   const auto draft = sized<gannet_draft>();
   const auto select = sized<gannet_select_call>();
   const auto prefill = sized<gannet_dense_prefill_call>();
@@ -294,6 +304,22 @@ TEST(CApi, NullIsRefusedByName) {
       {"shape is null", [&] { return gannet_backend_capture(f.backend, nullptr); }},
       {"backend is null", [&] { return gannet_backend_refresh(nullptr, &f.step, 1); }},
       {"step is null", [&] { return gannet_backend_refresh(f.backend, nullptr, 1); }},
+      {"options is null", [&] { return gannet_shared_page_table_create(nullptr, nullptr, &not_made); }},
+      {"out is null", [&] { return gannet_shared_page_table_create(&to, nullptr, nullptr); }},
+      {"table is null",
+       [&] { return gannet_shared_page_table_refresh(nullptr, 1, nullptr, 0, nullptr, nullptr, nullptr); }},
+      {"seq_lens is null",
+       [&] { return gannet_shared_page_table_refresh(table, 1, nullptr, 1, &f.pages, nullptr, nullptr); }},
+      {"pages is null",
+       [&] { return gannet_shared_page_table_refresh(table, 1, f.lens, 1, nullptr, nullptr, nullptr); }},
+      {"table is null", [&] { return gannet_shared_page_table_mark(nullptr, 1); }},
+      {"table is null", [&] { return gannet_shared_page_table_tensors(nullptr, nullptr, nullptr); }},
+      {"backend is null", [&] { return gannet_backend_capture_shared(nullptr, &capture, table); }},
+      {"shape is null", [&] { return gannet_backend_capture_shared(f.backend, nullptr, table); }},
+      {"table is null", [&] { return gannet_backend_capture_shared(f.backend, &capture, nullptr); }},
+      {"backend is null", [&] { return gannet_backend_refresh_shared(nullptr, &shared); }},
+      {"step is null", [&] { return gannet_backend_refresh_shared(f.backend, nullptr); }},
+      {"table is null", [&] { return gannet_backend_refresh_shared(f.backend, &shared); }},
       {"backend is null", [&] { return gannet_backend_advance(nullptr, &draft); }},
       {"draft is null", [&] { return gannet_backend_advance(f.backend, nullptr); }},
       {"backend is null", [&] { return gannet_backend_narrow(nullptr, nullptr, 0, nullptr, nullptr, 0); }},
@@ -319,6 +345,10 @@ TEST(CApi, NullIsRefusedByName) {
       {"rope is null", [&] { return gannet_backend_gather_prefix(f.backend, 0, 0, &tensor, nullptr); }},
       {"call is null", [&] { return gannet_backend_prefill_prefix(f.backend, nullptr); }},
       {"backend is null", [&] { return gannet_backend_prefill_prefix(nullptr, &pass); }},
+      {"pool is null", [&] { return gannet_kv_head_of(nullptr, 1, 0, &cache); }},
+      {"out is null", [&] { return gannet_kv_head_of(&f.cache, 1, 0, nullptr); }},
+      {"t is null", [&] { return gannet_head_group_of(nullptr, 1, 0, nullptr); }},
+      {"out is null", [&] { return gannet_head_group_of(&tensor, 1, 0, nullptr); }},
       {"from is null", [&] { return gannet_gather_selection(nullptr, nullptr, 0, &selection, nullptr); }},
       {"to is null", [&] { return gannet_gather_selection(&selection, nullptr, 0, nullptr, nullptr); }},
       {"out is null", [&] { return gannet_gate_create(1, nullptr); }},
@@ -332,6 +362,8 @@ TEST(CApi, NullIsRefusedByName) {
   must(gannet_gate_create(1, &gate));
   expect_refused({{"why is null", [&] { return gannet_gate_fail(gate, 0, nullptr); }}});
   gannet_gate_free(&gate);
+  gannet_shared_page_table_free(&table);
+  EXPECT_EQ(gannet_shared_page_table_generation(nullptr), 0u);
   EXPECT_EQ(gannet_plan_impl(nullptr), nullptr);
   EXPECT_EQ(gannet_plan_workspace_bytes(nullptr), 0u);
   EXPECT_EQ(gannet_backend_name(nullptr), nullptr);
@@ -374,6 +406,12 @@ TEST(CApi, FreeingTwiceDoesNothing) {
   must(gannet_page_list_acquire(pages, 1, &list));
   twice(list, gannet_page_list_free);
   twice(pages, gannet_page_allocator_free);
+  auto options = sized<gannet_shared_page_table_options>();
+  options.num_requests = options.page_size = 1;
+  options.max_seq_len = 4;
+  gannet_shared_page_table* table = nullptr;
+  must(gannet_shared_page_table_create(&options, nullptr, &table));
+  twice(table, gannet_shared_page_table_free);
 }
 
 // ---- structs and enums --------------------------------------------------------------------------------------------
@@ -462,6 +500,26 @@ TEST(CApi, StructsCarryTheirSize) {
   capture.num_requests = capture.q_len = 1;
   expect_sized<gannet_capture_shape>(
       "shape", capture, [&](const gannet_capture_shape& x) { return gannet_backend_capture(f.backend, &x); });
+  auto table_options = sized<gannet_shared_page_table_options>();
+  table_options.num_requests = 1;
+  table_options.page_size = 64;
+  table_options.max_seq_len = 64;
+  gannet_shared_page_table* table = nullptr;
+  expect_sized<gannet_shared_page_table_options>("options", table_options,
+                                                 [&](const gannet_shared_page_table_options& x) {
+                                                   gannet_shared_page_table_free(&table);
+                                                   return gannet_shared_page_table_create(&x, nullptr, &table);
+                                                 });
+  must(gannet_shared_page_table_create(&table_options, nullptr, &table));
+  must(gannet_backend_bind(f.backend, &f.layer, 1));
+  must(gannet_backend_capture_shared(f.backend, &capture, table));
+  auto shared = sized<gannet_shared_step>();
+  shared.table = table;
+  shared.q_len = 1;
+  expect_sized<gannet_shared_step>(
+      "step", shared, [&](const gannet_shared_step& x) { return gannet_backend_refresh_shared(f.backend, &x); });
+  gannet_shared_page_table_free(&table);
+  must(gannet_backend_bind(f.backend, &f.layer, 1));
   expect_sized<gannet_draft>("draft", sized<gannet_draft>(), [&](const gannet_draft& x) {
     must(gannet_backend_prepare(f.backend, &f.step));
     return gannet_backend_advance(f.backend, &x);
@@ -504,16 +562,86 @@ TEST(CApi, StructsCarryTheirSize) {
     gannet_index_k_pool_free(&p);
     return status;
   });
-  // What a function fills keeps the size that the caller gave it, and nothing behind what is known is written.
-  struct {
-    gannet_pool_sizes sizes;
-    int64_t more = 0;
-  } out{};
-  out.sizes.struct_size = sizeof out;
-  must(gannet_latent_pool_sizes_of(&pool_options, &out.sizes));
-  EXPECT_EQ(out.sizes.struct_size, sizeof out);
-  EXPECT_EQ(out.sizes.token_bytes, 2304);
-  EXPECT_EQ(out.more, 0);
+}
+
+/// Calls `call`, which fills a struct: with its size missing or too small nothing is written, with more room than is
+/// known nothing behind that.
+template <class T>
+void expect_filled(const char* name, const std::function<gannet_status(T*)>& call) {
+  SCOPED_TRACE(name);
+  constexpr unsigned char kUntouched = 0xa5;
+  struct Room {
+    T known;
+    unsigned char more[16];
+  } room;
+  auto* bytes = reinterpret_cast<unsigned char*>(&room);
+  for (const size_t size : {size_t{0}, sizeof(T) - 1, size_t{1} << 20}) {
+    std::memset(bytes, kUntouched, sizeof room);
+    room.known.struct_size = size;
+    EXPECT_EQ(call(&room.known), GANNET_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(gannet_last_error()).find("out.struct_size is " + std::to_string(size) + "; accepted: "),
+              std::string::npos)
+        << gannet_last_error();
+    EXPECT_TRUE(std::all_of(bytes + sizeof size, bytes + sizeof room, [](unsigned char b) { return b == kUntouched; }));
+  }
+  std::memset(bytes, kUntouched, sizeof room);
+  room.known.struct_size = sizeof(T);
+  EXPECT_EQ(call(&room.known), GANNET_OK) << gannet_last_error();
+  EXPECT_EQ(room.known.struct_size, sizeof(T));
+  EXPECT_TRUE(std::all_of(room.more, room.more + sizeof room.more, [](unsigned char b) { return b == kUntouched; }));
+  std::memset(room.more, 0, sizeof room.more);
+  room.known.struct_size = sizeof room;
+  EXPECT_EQ(call(&room.known), GANNET_OK) << gannet_last_error();
+  EXPECT_EQ(room.known.struct_size, sizeof room) << "the caller's";
+  EXPECT_TRUE(std::all_of(room.more, room.more + sizeof room.more, [](unsigned char b) { return b == 0; }));
+}
+
+TEST(CApi, StructsThatAreFilledKeepToTheirSize) {
+  Fixture f;
+  auto latent = sized<gannet_latent_pool_options>();
+  latent.num_layers = latent.page_size = 1;
+  latent.latent_dim = 512;
+  latent.rope_dim = 64;
+  latent.num_pages = 1;
+  const int32_t layer = 0;
+  auto index = sized<gannet_index_k_pool_options>();
+  index.layers = &layer;
+  index.num_layers = index.page_size = 1;
+  index.head_dim = 128;
+  index.num_pages = 1;
+  gannet_index_k_pool* index_pool = nullptr;
+  must(gannet_index_k_pool_create(&index, nullptr, &index_pool));
+  expect_filled<gannet_pool_sizes>("gannet_latent_pool_sizes_of",
+                                   [&](gannet_pool_sizes* out) { return gannet_latent_pool_sizes_of(&latent, out); });
+  expect_filled<gannet_pool_sizes>("gannet_index_k_pool_sizes_of",
+                                   [&](gannet_pool_sizes* out) { return gannet_index_k_pool_sizes_of(&index, out); });
+  expect_filled<gannet_latent_cache>(
+      "gannet_latent_pool_layer", [&](gannet_latent_cache* out) { return gannet_latent_pool_layer(f.pool, 0, out); });
+  expect_filled<gannet_index_cache>("gannet_index_k_pool_layer", [&](gannet_index_cache* out) {
+    return gannet_index_k_pool_layer(index_pool, 0, out);
+  });
+  expect_filled<gannet_latent_cache>("gannet_kv_head_of",
+                                     [&](gannet_latent_cache* out) { return gannet_kv_head_of(&f.cache, 1, 0, out); });
+  expect_filled<gannet_page_layout>("gannet_page_layout_of",
+                                    [&](gannet_page_layout* out) { return gannet_page_layout_of(&f.layer, out); });
+  expect_filled<gannet_capabilities>("gannet_backend_capabilities", [&](gannet_capabilities* out) {
+    return gannet_backend_capabilities(f.backend, out);
+  });
+  const int32_t prefix[1] = {2}, extend[1] = {1};
+  gannet_step step = f.step;
+  step.prefix_lens = prefix;
+  step.extend_lens = extend;
+  step.num_extends = 1;
+  must(gannet_backend_prepare(f.backend, &step));
+  expect_filled<gannet_step_info>("gannet_backend_step",
+                                  [&](gannet_step_info* out) { return gannet_backend_step(f.backend, out); });
+  expect_filled<gannet_step_tensors>("gannet_backend_step_tensors", [&](gannet_step_tensors* out) {
+    return gannet_backend_step_tensors(f.backend, out);
+  });
+  expect_filled<gannet_prefix_chunk>("gannet_backend_prefix_chunk", [&](gannet_prefix_chunk* out) {
+    return gannet_backend_prefix_chunk(f.backend, 0, out);
+  });
+  gannet_index_k_pool_free(&index_pool);
 }
 
 TEST(CApi, EnumsFlagsAndTensorsAreChecked) {
@@ -570,6 +698,7 @@ TEST(CApi, EnumsFlagsAndTensorsAreChecked) {
   gannet_latent_cache odd = f.cache;
   odd.format = 5;
   const gannet_layer odd_layer = {&odd, nullptr};
+  gannet_tensor group{};
   gannet_backend* backend = nullptr;
   gannet_backend_config arch = f.config, heads = f.config;
   arch.arch = 2;
@@ -616,6 +745,7 @@ TEST(CApi, EnumsFlagsAndTensorsAreChecked) {
        [&] { return gannet_backend_create(f.context, &heads, nullptr, nullptr, &backend); }},
       {"backend is \"mlb\"; accepted: mla (for MLA), dsa (for DSA)",
        [&] { return gannet_backend_create(f.context, &f.config, "mlb", nullptr, &backend); }},
+      {"no_overlap is 2; accepted: 0 or 1", context([](O& o) { o.no_overlap = 2; })},
       {"num_threads is -2; accepted: -1", context([](O& o) { o.num_threads = -2; })},
       {"num_threads is 2 and executor is given", context([](O& o) {
          o.num_threads = 2;
@@ -623,6 +753,9 @@ TEST(CApi, EnumsFlagsAndTensorsAreChecked) {
        })},
       {"executor.num_workers is 0; accepted: 1 and more", context([](O& o) { o.executor = &no_workers; })},
       {"executor.parallel_for is null", context([](O& o) { o.executor = &no_function; })},
+      {"kv_head is 2; accepted: 0 to 1", [&] { return gannet_kv_head_of(&f.cache, 2, 2, &odd); }},
+      {"num_groups is 3; accepted: a divisor of the 2 heads",
+       [&] { return gannet_head_group_of(&f.attend.q, 3, 0, &group); }},
       {"chunk is 0; accepted: below 0",
        [&] {
          must(gannet_backend_prepare(f.backend, &f.step));
@@ -817,6 +950,96 @@ TEST(CApi, RecordsAndExpansionsThatFailPassTheirStatusOn) {
   };
   expect_refused({{"[gannet_backend_dense_prefill] expand returned 2 (unsupported)",
                    [&] { return gannet_backend_dense_prefill(f.backend, &prefill); }, GANNET_UNSUPPORTED}});
+}
+
+// What a shared table refuses is what C++ refuses, and the table and its own generation stay.
+TEST(CApi, SharedPageTablesNameWhatIsWrong) {
+  Fixture f;
+  auto options = sized<gannet_shared_page_table_options>();
+  options.num_requests = 1;
+  options.page_size = 64;
+  options.max_seq_len = 128;
+  options.num_pages = 3;
+  gannet_shared_page_table *table = nullptr, *other = nullptr, *none = nullptr;
+  must(gannet_shared_page_table_create(&options, nullptr, &table));
+  must(gannet_shared_page_table_create(&options, nullptr, &other));
+  int32_t copied = 7;
+  must(gannet_shared_page_table_refresh(table, 5, f.lens, 1, &f.pages, nullptr, &copied));
+  EXPECT_EQ(copied, 1);
+  must(gannet_shared_page_table_refresh(table, 5, nullptr, -1, nullptr, nullptr, &copied));
+  EXPECT_EQ(copied, 0) << "it is done: nothing is looked at";
+  auto shape = sized<gannet_capture_shape>();
+  shape.num_requests = shape.q_len = 1;
+  auto step = sized<gannet_shared_step>();
+  step.table = table;
+  step.generation = 5;
+  step.q_len = 1;
+  const auto refresh = [&](auto&& change) {
+    return [&f, &step, change] {
+      gannet_shared_step s = step;
+      change(s);
+      return gannet_backend_refresh_shared(f.backend, &s);
+    };
+  };
+  using S = gannet_shared_step;
+  const auto create = [&](auto&& change) {
+    return [&options, &none, change] {
+      auto o = options;
+      change(o);
+      return gannet_shared_page_table_create(&o, nullptr, &none);
+    };
+  };
+  using O = gannet_shared_page_table_options;
+  const int32_t long_lens[1] = {129};
+  expect_refused({
+      {"[SharedPageTable] num_requests is 0; accepted: 1 and more", create([](O& o) { o.num_requests = 0; })},
+      {"page_size is 0", create([](O& o) { o.page_size = 0; })},
+      {"max_seq_len is 0", create([](O& o) { o.max_seq_len = 0; })},
+      {"lookahead is -1", create([](O& o) { o.lookahead = -1; })},
+      {"num_pages is -1", create([](O& o) { o.num_pages = -1; })},
+      {"device.kind is 3", create([](O& o) { o.device.kind = 3; })},
+      {"generation is 4; accepted: that of the table, 5, or more",
+       [&] { return gannet_shared_page_table_refresh(table, 4, f.lens, 1, &f.pages, nullptr, nullptr); }},
+      {"seq_lens has 2 entries; accepted: at most num_requests, 1",
+       [&] { return gannet_shared_page_table_refresh(table, 6, f.lens, 2, &f.pages, nullptr, nullptr); }},
+      {"seq_lens[0] is 129; accepted: 0 to max_seq_len, 128",
+       [&] { return gannet_shared_page_table_refresh(table, 6, long_lens, 1, &f.pages, nullptr, nullptr); }},
+      {"generation is 5; accepted: more than that of the table, 5",
+       [&] { return gannet_shared_page_table_mark(table, 5); }},
+      {"a batch of 1 requests of 1 rows was never captured; captured: none", refresh([](S&) {})},
+  });
+  EXPECT_EQ(none, nullptr);
+  EXPECT_EQ(gannet_shared_page_table_generation(table), 5u);
+  must(gannet_backend_capture_shared(f.backend, &shape, table));
+  expect_refused({
+      {"captured with another page table", refresh([&](S& s) { s.table = other; })},
+      {"captured with another page table", [&] { return gannet_backend_capture_shared(f.backend, &shape, other); }},
+      {"captured with another page table", [&] { return gannet_backend_capture(f.backend, &shape); }},
+      {"generation is 6; accepted: that of the page table, 5", refresh([](S& s) { s.generation = 6; })},
+      {"decode_bound is 3; accepted: 0 to 2", refresh([](S& s) { s.decode_bound = 3; })},
+      {"decode_bound is uniform_block", refresh([](S& s) { s.decode_bound = GANNET_UNIFORM_BLOCK; })},
+      {"seq_lens.dtype is 9", refresh([](S& s) { s.seq_lens.rank = 1, s.seq_lens.dtype = 9; })},
+      {"steps is -1; accepted: 0 and more", refresh([](S& s) { s.steps = -1; })},
+  });
+  must(refresh([](S&) {})());
+  gannet_shared_page_table_free(&table);
+  gannet_shared_page_table_free(&other);
+  gannet_backend_free(&f.backend);  // after the tables that it captured with
+}
+
+// Whether kernels overlap is the context's to say; no bit tells, so this looks at what goes down to the launches.
+TEST(CApi, ContextsSayWhetherKernelsOverlap) {
+  for (const int32_t no_overlap : {0, 1}) {
+    auto options = sized<gannet_context_options>();
+    options.no_overlap = no_overlap;
+    gannet_context* context = nullptr;
+    must(gannet_context_create(&options, &context));
+    int place = 0;
+    const gannet::Stream stream = context->state->stream(&place);
+    EXPECT_EQ(stream.handle, &place);
+    EXPECT_EQ(stream.overlap, no_overlap == 0);
+    gannet_context_free(&context);
+  }
 }
 
 TEST(CApi, ContextsMayBringTheirOwnThreads) {
