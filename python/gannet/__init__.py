@@ -24,6 +24,8 @@ from ._core import (
     PageList,
     PageTable,
     Pages,
+    SharedPageTable,
+    Stream,
     copy_pages,
     export_pages,
     exported_bytes,

@@ -90,7 +90,7 @@ class Backend:
         self._backend.bind(list(latent), list(index or []))
 
     def set_stream(self, stream):
-        """The CUDA stream of everything that follows: an address, torch.cuda.Stream, cupy.cuda.Stream."""
+        """The CUDA stream of everything that follows: an address, torch.cuda.Stream, cupy.cuda.Stream, gannet.Stream."""
         self._backend.set_stream(stream)
 
     def set_layer_hooks(self, record=None, wait=None):
@@ -104,14 +104,22 @@ class Backend:
         in any form. No requests: an idle step."""
         self._backend.prepare(seq_lens, pages, prefix_lens, extend_lens, q_len, decode_bound)
 
-    def capture(self, num_requests, *, q_len=1, decode_bound="causal_full", max_seq_len=0):
+    def capture(self, num_requests, *, q_len=1, decode_bound="causal_full", max_seq_len=0, table=None):
         """Makes the persistent plan of a batch of decode requests, for CUDA graphs, and makes it the current step (all
-        padding): run the layers once, then under capture; before each replay refresh()."""
-        self._backend.capture(num_requests, q_len, decode_bound, max_seq_len)
+        padding): run the layers once, then under capture; before each replay refresh(). table: the SharedPageTable that
+        lengths and pages come from, for good; then refresh_shared() instead."""
+        self._backend.capture(num_requests, q_len, decode_bound, max_seq_len, table)
 
     def refresh(self, num_requests, seq_lens, pages, *, q_len=1, decode_bound="causal_full"):
         """Like prepare, into the plan captured for (num_requests, q_len), in place; missing requests are padding."""
         self._backend.refresh(num_requests, seq_lens, pages, q_len, decode_bound)
+
+    def refresh_shared(self, table, generation, *, q_len=1, decode_bound="causal_full", seq_lens=None, steps=0):
+        """Makes the step that the table is of the current one, in the plan captured with it. seq_lens: int32 [requests] on
+        the table's device instead of its own lengths (those of a draft); steps: added to each length but 0. On a CUDA
+        device one kernel reads them in the order of the stream, which may be captured in front of the layers; then
+        `step` does not know the lengths. Once the table is of another generation calls fail: the step is stale."""
+        self._backend.refresh_shared(table, generation, q_len, decode_bound, seq_lens, steps)
 
     def advance(self, steps=1, *, seq_lens=None, pages=None):
         """The next step of a draft: one row a request, lengths seq_lens (default: those of the step) + steps."""
@@ -124,7 +132,7 @@ class Backend:
     @property
     def step(self):
         """dict of the current step: mode, q_len, num_requests, num_extends, num_rows, num_prefill_rows, max_row_len,
-        seq_lens, cu_rows, prefix_chunk_tokens."""
+        seq_lens, cu_rows, prefix_chunk_tokens, lens_known (False: see refresh_shared)."""
         return self._backend.step()
 
     @property

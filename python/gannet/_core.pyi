@@ -275,7 +275,21 @@ class sparse_attention_plan:
     def workspace_bytes(self) -> int: ...
     def run(self, stream: object | None, workspace: object | None, args: tuple) -> None: ...
 
-def hadamard(arg0: Context, arg1: object, arg2: object, /) -> None: ...
+class Stream:
+    """
+    A CUDA stream for whatever takes `stream`, and how kernels follow each other on it.
+
+    stream: an address, torch.cuda.Stream, cupy.cuda.Stream; None: what a call would use without.
+    overlap: on Hopper and newer a kernel is set up while the one before it ends. The same bits either way.
+    """
+
+    def __init__(self, stream: object | None = None, *, overlap: bool = True) -> None: ...
+    @property
+    def stream(self) -> object: ...
+    @property
+    def overlap(self) -> bool: ...
+
+def hadamard(context: Context, x: object, out: object, stream: object | None) -> None: ...
 def implementations() -> list: ...
 def cuda_device_count() -> int: ...
 def why_no_cuda() -> str: ...
@@ -345,6 +359,65 @@ class PageTable:
         """
         The table itself, int32 [rows, max_pages]: copy it to a device for operations there.
         """
+
+class SharedPageTable:
+    """
+    The page table and the lengths of a batch of decode requests, where the kernels read them, shared by captured batches:
+    those of a target and of its draft, of one backend or of several.
+
+        table = gannet.SharedPageTable(64, 8192, num_pages=n, lookahead=3, device="cuda")
+        target.capture(64, q_len=4, table=table)
+        draft.capture(64, table=table)
+        # each step, in either order:
+        table.refresh(step, seq_lens, pages)      # the first call of a step copies, the other finds it done
+        target.refresh_shared(table, step, q_len=4)
+        draft.refresh_shared(table, step, seq_lens=accepted_lens, steps=1)
+
+    num_requests: those included that pad a smaller batch. max_seq_len: tokens of a request at most, drafts included.
+    num_pages: of the pool, against which pages are checked; 0: they are not. lookahead: tokens beyond its length for
+    which a request has pages. device: "cpu", "cuda", "cuda:N".
+    """
+
+    def __init__(
+        self,
+        num_requests: int,
+        max_seq_len: int,
+        *,
+        page_size: int = 64,
+        num_pages: int = 0,
+        lookahead: int = 0,
+        device: object = "cpu",
+    ) -> None: ...
+    def refresh(self, generation: int, seq_lens: object, pages: object | None, stream: object | None = None) -> bool:
+        """
+        Makes the table that of `generation`, a number that grows from step to step: lengths of up to num_requests
+        requests, the others padding, and their pages, both on the host. False where it is of that generation already.
+        """
+
+    def mark(self, generation: int) -> None:
+        """
+        Makes it that of a greater generation with what is, or will be when the stream comes there, in its tensors.
+        """
+
+    @property
+    def generation(self) -> int: ...
+    @property
+    def num_requests(self) -> int: ...
+    @property
+    def max_seq_len(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def lookahead(self) -> int: ...
+    @property
+    def seq_lens(self) -> object:
+        """
+        int32 [num_requests] on the device, 0: padding. Kernels of your own may write it.
+        """
+
+    @property
+    def pages(self) -> object:
+        """int32 [num_requests, columns] on the device."""
 
 class LatentPool:
     """
@@ -478,9 +551,21 @@ class Backend:
         arg5: str | None,
         /,
     ) -> None: ...
-    def capture(self, arg0: int | None, arg1: int | None, arg2: str | None, arg3: int | None, /) -> None: ...
+    def capture(
+        self, arg0: int | None, arg1: int | None, arg2: str | None, arg3: int | None, arg4: object | None, /
+    ) -> None: ...
     def refresh(
         self, arg0: int | None, arg1: object | None, arg2: object | None, arg3: int | None, arg4: str | None, /
+    ) -> None: ...
+    def refresh_shared(
+        self,
+        arg0: SharedPageTable | None,
+        arg1: int | None,
+        arg2: int | None,
+        arg3: str | None,
+        arg4: object | None,
+        arg5: int | None,
+        /,
     ) -> None: ...
     def advance(self, arg0: int | None, arg1: object | None, arg2: object | None, /) -> None: ...
     def narrow(self, arg: object | None, /) -> tuple: ...

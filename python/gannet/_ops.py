@@ -7,7 +7,7 @@ the stream that the framework of its tensors is working on, and returns at once.
 Common keyword arguments:
     impl             name of an implementation to force (gannet.implementations()); "" takes the first that can
     batch_invariant  only implementations whose result for a row does not depend on the rest of the batch, bit for bit
-    stream           None, an address, torch.cuda.Stream, cupy.cuda.Stream
+    stream           None, an address, torch.cuda.Stream, cupy.cuda.Stream, gannet.Stream
     workspace        uint8 tensor of at least the plan's workspace_bytes; None: scratch of the context
     context          gannet.Context; None: gannet.default_context()
 
@@ -548,11 +548,11 @@ def sparse_attention(
     return (out, lse) if return_lse else out
 
 
-def hadamard(x: Tensor, *, out: Tensor | None = None, context: Context | None = None) -> Tensor:
+def hadamard(x: Tensor, *, out: Tensor | None = None, stream: Any = None, context: Context | None = None) -> Tensor:
     """The Walsh-Hadamard rotation of the last dimension n (a power of two), times n^-0.5; fp32 or bf16.
 
     In place unless `out` is given. Returns the result. Its own inverse.
     """
     out = x if out is None else out
-    _core.hadamard(context or default_context(), x, out)
+    _core.hadamard(context or default_context(), x, out, stream)
     return out

@@ -16,8 +16,9 @@ struct PyBackend {
   nb::object context_owner;
   PyContext* context = nullptr;
   std::unique_ptr<AttentionBackend> backend;
-  nb::object caches;        // what bind was given
-  nb::object record, wait;  // hooks
+  nb::object caches;               // what bind was given
+  std::vector<nb::object> tables;  // that batches are captured with
+  nb::object record, wait;         // hooks
   nb::object stream_owner;
 
   ~PyBackend() { backend.reset(); }  // first, while its hooks are there: it abandons the layers of its step
@@ -102,8 +103,8 @@ void bind_backend(nb::module_& m) {
     config.plan = {impl, batch_invariant};
     config.device = device_of(kName, device);
     MemoryResource& memory = config.device.kind == DeviceKind::kCpu ? host_memory() : cuda_memory(config.device.index);
-    new (self)
-        PyBackend{std::move(context), &c, make_attention_backend(c.context(), config, name, memory), {}, {}, {}, {}};
+    new (self) PyBackend{
+        std::move(context), &c, make_attention_backend(c.context(), config, name, memory), {}, {}, {}, {}, {}};
   });
   c.def_prop_ro("name", [](const PyBackend& b) { return b.backend->name(); });
   method(
@@ -116,6 +117,7 @@ void bind_backend(nb::module_& m) {
         }
         b.backend->bind(layers);
         b.caches = nb::make_tuple(latent, index);
+        b.tables.clear();
       });
   method(
       c, "set_stream", +[](PyBackend& b, nb::object stream) {
@@ -152,12 +154,16 @@ void bind_backend(nb::module_& m) {
       });
   method(
       c, "capture",
-      +[](PyBackend& b, int32_t num_requests, int32_t q_len, const std::string& bound, int64_t max_seq_len) {
+      +[](PyBackend& b, int32_t num_requests, int32_t q_len, const std::string& bound, int64_t max_seq_len,
+          nb::object table) {
         const CaptureShape shape{.num_requests = num_requests,
                                  .q_len = q_len,
                                  .decode_bound = named("capture", "decode_bound", bound, kRowBounds),
                                  .max_seq_len = max_seq_len};
-        call(b, [&](AttentionBackend& a) { a.capture(shape); });
+        if (table.is_none()) return call(b, [&](AttentionBackend& a) { a.capture(shape); });
+        const auto& shared = nb::cast<const SharedPageTable&>(table);
+        b.tables.push_back(std::move(table));  // before the backend points to it
+        call(b, [&](AttentionBackend& a) { a.capture(shape, shared); });
       });
   method(
       c, "refresh",
@@ -167,6 +173,19 @@ void bind_backend(nb::module_& m) {
         Step s;
         step_of(reader, s, seq_lens, pages, nb::none(), nb::none(), q_len, bound);
         call(b, [&](AttentionBackend& a) { a.refresh(s.step, num_requests); });
+      });
+  method(
+      c, "refresh_shared",
+      +[](PyBackend& b, const SharedPageTable& table, uint64_t generation, int32_t q_len, const std::string& bound,
+          nb::handle seq_lens, int32_t steps) {
+        Reader reader("refresh_shared");
+        const SharedStep step{.table = &table,
+                              .generation = generation,
+                              .q_len = q_len,
+                              .decode_bound = named("refresh_shared", "decode_bound", bound, kRowBounds),
+                              .seq_lens = reader.optional(seq_lens, "seq_lens"),
+                              .steps = steps};
+        call(b, [&](AttentionBackend& a) { a.refresh(step); });
       });
   method(
       c, "advance", +[](PyBackend& b, int32_t steps, nb::handle seq_lens, nb::handle pages) {
@@ -197,6 +216,7 @@ void bind_backend(nb::module_& m) {
         d["num_rows"] = s.num_rows();
         d["num_prefill_rows"] = s.rows(StepRows::kPrefill).size();
         d["max_row_len"] = s.max_row_len();
+        d["lens_known"] = s.lens_known();
         d["seq_lens"] = copy(s.seq_lens());
         d["cu_rows"] = copy(s.cu_rows());
         nb::list chunks;

@@ -227,9 +227,9 @@ const char* run_now(PyContext& context, const std::string& impl, bool batch_inva
   Reader reader(P::kName);
   Args a(reader, args);
   const P p = read<P>(a);
-  const bool of_torch = workspace.is_none() && stream.is_none() && reader.on_torch_device();
+  const bool of_torch = workspace.is_none() && names_no_stream(stream) && reader.on_torch_device();
   const TensorView given = reader.optional(workspace, "workspace", Access::kWrite);
-  const Stream s = stream.is_none() ? reader.current_stream() : stream_of(stream);
+  const Stream s = reader.stream(stream);
   const PlanOptions options{impl, batch_invariant};
   std::optional<OpPlan<P>> copy;
   {
@@ -258,9 +258,9 @@ struct PyPlan {
     Reader reader(P::kName);
     Args a(reader, args);
     const P p = read<P>(a);
-    const bool of_torch = workspace.is_none() && stream.is_none() && reader.on_torch_device();
+    const bool of_torch = workspace.is_none() && names_no_stream(stream) && reader.on_torch_device();
     const TensorView given = reader.optional(workspace, "workspace", Access::kWrite);
-    const Stream s = stream.is_none() ? reader.current_stream() : stream_of(stream);
+    const Stream s = reader.stream(stream);
     if (of_torch && plan.workspace_bytes() > 0) return run_with_torch_scratch(plan, reader, p, s);
     nb::gil_scoped_release release;
     const std::lock_guard lock(context->mutex());
@@ -312,14 +312,33 @@ void bind_ops(nb::module_& m) {
   GANNET_FOR_EACH_OP(GANNET_BIND_OP)
 #undef GANNET_BIND_OP
 
-  m.def("hadamard", [](PyContext& context, nb::handle from, nb::handle to) {
-    Reader reader("hadamard");
-    const TensorView f = reader.tensor(from, "x"), t = reader.tensor(to, "out", Access::kWrite);
-    const Stream s = reader.current_stream();
-    nb::gil_scoped_release release;
-    const std::lock_guard lock(context.mutex());
-    hadamard(context.context(), f, t, s);
-  });
+  nb::class_<PyStream>(m, "Stream",
+                       "A CUDA stream for whatever takes `stream`, and how kernels follow each other on it.\n\n"
+                       "stream: an address, torch.cuda.Stream, cupy.cuda.Stream; None: what a call would use without.\n"
+                       "overlap: on Hopper and newer a kernel is set up while the one before it ends. The same bits "
+                       "either way.")
+      .def(
+          "__init__",
+          [](PyStream* self, nb::object stream, bool overlap) {
+            if (nb::isinstance<PyStream>(stream)) throw nb::type_error("stream is a gannet.Stream already");
+            (void)stream_of(stream);  // refuses what is none
+            new (self) PyStream{std::move(stream), overlap};
+          },
+          nb::arg("stream") = nb::none(), nb::kw_only(), nb::arg("overlap") = true)
+      .def_prop_ro("stream", [](const PyStream& s) { return s.stream; })
+      .def_prop_ro("overlap", [](const PyStream& s) { return s.overlap; });
+
+  m.def(
+      "hadamard",
+      [](PyContext& context, nb::handle from, nb::handle to, nb::handle stream) {
+        Reader reader("hadamard");
+        const TensorView f = reader.tensor(from, "x"), t = reader.tensor(to, "out", Access::kWrite);
+        const Stream s = reader.stream(stream);
+        nb::gil_scoped_release release;
+        const std::lock_guard lock(context.mutex());
+        hadamard(context.context(), f, t, s);
+      },
+      nb::arg("context"), nb::arg("x"), nb::arg("out"), nb::arg("stream").none());
   m.def("implementations", [] {
     nb::list all;
     for (const ImplInfo& i : list_all_implementations()) {

@@ -81,6 +81,62 @@ void bind_pools(nb::module_& m) {
           "cells", [](nb::handle self) { return to_python(nb::cast<PageTable&>(self).view().pages, self); },
           "The table itself, int32 [rows, max_pages]: copy it to a device for operations there.");
 
+  nb::class_<SharedPageTable>(
+      m, "SharedPageTable",
+      "The page table and the lengths of a batch of decode requests, where the kernels read them, shared by captured "
+      "batches:\nthose of a target and of its draft, of one backend or of several.\n\n"
+      "    table = gannet.SharedPageTable(64, 8192, num_pages=n, lookahead=3, device=\"cuda\")\n"
+      "    target.capture(64, q_len=4, table=table)\n"
+      "    draft.capture(64, table=table)\n"
+      "    # each step, in either order:\n"
+      "    table.refresh(step, seq_lens, pages)      # the first call of a step copies, the other finds it done\n"
+      "    target.refresh_shared(table, step, q_len=4)\n"
+      "    draft.refresh_shared(table, step, seq_lens=accepted_lens, steps=1)\n\n"
+      "num_requests: those included that pad a smaller batch. max_seq_len: tokens of a request at most, drafts "
+      "included.\n"
+      "num_pages: of the pool, against which pages are checked; 0: they are not. lookahead: tokens beyond its length "
+      "for\n"
+      "which a request has pages. device: \"cpu\", \"cuda\", \"cuda:N\".")
+      .def(
+          "__init__",
+          [](SharedPageTable* self, int32_t num_requests, int64_t max_seq_len, int32_t page_size, int64_t num_pages,
+             int32_t lookahead, nb::handle device) {
+            new (self) SharedPageTable({.num_requests = num_requests,
+                                        .max_seq_len = max_seq_len,
+                                        .page_size = page_size,
+                                        .num_pages = num_pages,
+                                        .lookahead = lookahead},
+                                       memory_of(device_of("SharedPageTable", device)));
+          },
+          nb::arg("num_requests"), nb::arg("max_seq_len"), nb::kw_only(), nb::arg("page_size") = 64,
+          nb::arg("num_pages") = 0, nb::arg("lookahead") = 0, nb::arg("device") = "cpu")
+      .def(
+          "refresh",
+          [](SharedPageTable& t, uint64_t generation, nb::handle seq_lens, nb::handle pages, nb::handle stream) {
+            Reader reader("SharedPageTable.refresh");
+            const std::vector<int32_t> lens = reader.ints(seq_lens, "seq_lens");
+            const PageTableView view = pages.is_none() ? PageTableView{} : pages_of(reader, pages);
+            return t.refresh(generation, lens, view, stream_of(stream));
+          },
+          nb::arg("generation"), nb::arg("seq_lens"), nb::arg("pages").none(), nb::arg("stream") = nb::none(),
+          "Makes the table that of `generation`, a number that grows from step to step: lengths of up to num_requests\n"
+          "requests, the others padding, and their pages, both on the host. False where it is of that generation "
+          "already.")
+      .def(
+          "mark", &SharedPageTable::mark, nb::arg("generation"),
+          "Makes it that of a greater generation with what is, or will be when the stream comes there, in its tensors.")
+      .def_prop_ro("generation", &SharedPageTable::generation)
+      .def_prop_ro("num_requests", [](const SharedPageTable& t) { return t.options().num_requests; })
+      .def_prop_ro("max_seq_len", [](const SharedPageTable& t) { return t.options().max_seq_len; })
+      .def_prop_ro("page_size", [](const SharedPageTable& t) { return t.options().page_size; })
+      .def_prop_ro("lookahead", [](const SharedPageTable& t) { return t.options().lookahead; })
+      .def_prop_ro(
+          "seq_lens", [](nb::handle self) { return to_python(nb::cast<SharedPageTable&>(self).seq_lens(), self); },
+          "int32 [num_requests] on the device, 0: padding. Kernels of your own may write it.")
+      .def_prop_ro(
+          "pages", [](nb::handle self) { return to_python(nb::cast<SharedPageTable&>(self).pages().pages, self); },
+          "int32 [num_requests, columns] on the device.");
+
   nb::class_<LatentPool>(
       m, "LatentPool",
       "Memory for the latent rows of all layers; page 0 of every layer is cleared.\n\n"

@@ -297,12 +297,29 @@ nb::object Reader::torch_scratch(size_t bytes) const {
   return empty(bytes, **options);
 }
 
+Stream Reader::stream(nb::handle given) const {
+  Stream s = stream_of(given);
+  if (names_no_stream(given)) s.handle = current_stream().handle;
+  return s;
+}
+
+bool names_no_stream(nb::handle object) {
+  return object.is_none() || (nb::isinstance<PyStream>(object) && nb::cast<PyStream&>(object).stream.is_none());
+}
+
 Stream stream_of(nb::handle object) {
   if (object.is_none()) return {};
+  if (nb::isinstance<PyStream>(object)) {
+    const auto& given = nb::cast<PyStream&>(object);
+    Stream s = stream_of(given.stream);
+    s.overlap = given.overlap;
+    return s;
+  }
   if (nb::isinstance<nb::int_>(object)) return {reinterpret_cast<void*>(nb::cast<uintptr_t>(object))};
   for (const char* attribute : {"cuda_stream", "ptr"})
     if (nb::hasattr(object, attribute)) return {reinterpret_cast<void*>(nb::cast<uintptr_t>(object.attr(attribute)))};
-  throw nb::type_error(fmt::format("stream is a {}; accepted: None, an address, torch.cuda.Stream, cupy.cuda.Stream",
+  throw nb::type_error(fmt::format("stream is a {}; accepted: None, an address, torch.cuda.Stream, cupy.cuda.Stream, "
+                                   "gannet.Stream",
                                    name_of_type(object))
                            .c_str());
 }

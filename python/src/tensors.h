@@ -36,6 +36,8 @@ class Reader {
   const char* function() const noexcept { return function_; }
   /// The stream that the framework of the first tensor on a CUDA device is working on; nothing without such a tensor.
   gannet::Stream current_stream() const;
+  /// The stream that the caller gave, else that one.
+  gannet::Stream stream(nb::handle given) const;
   /// That tensor is PyTorch's.
   bool on_torch_device() const noexcept { return on_device_ && torch_; }
   /// Bytes of PyTorch's allocator beside it: a uint8 tensor.
@@ -59,8 +61,17 @@ class Reader {
   std::vector<nb::object> capsules_;
 };
 
-/// A stream that the caller gave: an address, or an object with `cuda_stream` (PyTorch) or `ptr` (CuPy).
+/// gannet.Stream: a stream, and whether kernels on it may overlap.
+struct PyStream {
+  nb::object stream;
+  bool overlap;
+};
+
+/// A stream that the caller gave: an address, or an object with `cuda_stream` (PyTorch) or `ptr` (CuPy), or one of
+/// these in a PyStream; None is the default stream.
 gannet::Stream stream_of(nb::handle object);
+/// The caller gave no stream, though perhaps a PyStream without one.
+bool names_no_stream(nb::handle object);
 
 /// An object that speaks DLPack over memory of this library; `owner` stays alive with it.
 nb::object to_python(const gannet::TensorView& v, nb::handle owner);

@@ -103,6 +103,80 @@ def test_a_captured_batch_is_the_eager_one(rng):
     assert (out[3] == 0).all()
 
 
+def test_a_target_and_its_draft_share_a_table(rng):
+    pages = np.array([[1, 2], [3, 4]], np.int32)
+    kv, q = rows(rng, 6)[:2], rng.standard_normal((6, HEADS, 576)).astype(np.float32)
+    stored = rng.standard_normal((8, 64 * 576)).astype(np.float32)
+
+    def filled():
+        backend, pool, _ = make("mla")
+        pool.layer(0).pages.view(np.float32)[:] = stored
+        return backend
+
+    eager, target, draft = filled(), filled(), filled()
+    eager.prepare([70, 9], pages, q_len=3)
+    want = eager.attend(0, q, selection="all", kv=kv)
+    eager.prepare([70, 9], pages)
+    newest = tuple(x[:2] for x in kv)
+    want_draft = eager.attend(0, q[:2], selection="all", kv=newest)
+    table = gannet.SharedPageTable(2, 128, num_pages=8, lookahead=1)
+    assert (table.num_requests, table.max_seq_len, table.page_size, table.lookahead) == (2, 128, 64, 1)
+    target.capture(2, q_len=3, table=table)
+    draft.capture(2, q_len=3, table=table)
+    draft.capture(2, table=table)
+    assert table.refresh(1, [70, 9], pages) and not table.refresh(1, [], None) and table.generation == 1
+    np.testing.assert_array_equal(np.asarray(table.pages)[:, :2], [[1, 2], [3, 0]])
+    target.refresh_shared(table, 1, q_len=3)
+    assert target.step["lens_known"] and target.step["seq_lens"] == [70, 9]
+    np.testing.assert_array_equal(target.attend(0, q, selection="all", kv=kv), want)
+    draft.refresh_shared(table, 1, q_len=3)
+    draft.write(0, kv)
+    draft.refresh_shared(table, 1, seq_lens=np.array([69, 8], np.int32), steps=1)
+    np.testing.assert_array_equal(draft.attend(0, q[:2], selection="all", kv=newest), want_draft)
+    # Lengths that were written in place, by a kernel of somebody's.
+    np.asarray(table.seq_lens)[:] = [3, 0]
+    table.mark(2)
+    with pytest.raises(gannet.InvalidArgumentError, match="the step is stale"):
+        target.attend(0, q, selection="all")
+    target.refresh_shared(table, 2, q_len=3)
+    assert target.step["seq_lens"] == [3, 0]
+    del table  # the backends keep it
+    assert target.step["num_rows"] == 6
+
+
+def test_shared_tables_name_what_is_wrong():
+    with pytest.raises(gannet.InvalidArgumentError, match="num_requests is 0; accepted: 1 and more"):
+        gannet.SharedPageTable(0, 128)
+    with pytest.raises(gannet.InvalidArgumentError, match='device is "tpu"'):
+        gannet.SharedPageTable(1, 128, device="tpu")
+    table = gannet.SharedPageTable(1, 128)
+    with pytest.raises(gannet.InvalidArgumentError, match="reaches 64"):
+        table.refresh(1, [65], np.array([[1]], np.int32))
+    with pytest.raises(gannet.InvalidArgumentError, match="generation is 0; accepted: more than that of the table, 0"):
+        table.mark(0)
+    backend, _, _ = make("mla")
+    with pytest.raises(gannet.InvalidArgumentError, match="was never captured"):
+        backend.refresh_shared(table, 0)
+    with pytest.raises(TypeError):
+        backend.refresh_shared(None, 0)
+    with pytest.raises(TypeError):
+        backend.capture(1, table=3)
+
+
+def test_streams_say_whether_kernels_overlap():
+    stream = gannet.Stream(64, overlap=False)
+    assert stream.stream == 64 and not stream.overlap and gannet.Stream().stream is None and gannet.Stream().overlap
+    with pytest.raises(TypeError, match="stream is a str; accepted: None, an address"):
+        gannet.Stream("fast")
+    with pytest.raises(TypeError, match="already"):
+        gannet.Stream(stream)
+    backend, _, _ = make("mla")
+    for s in (gannet.Stream(overlap=False), gannet.Stream(None), None):
+        backend.set_stream(s)  # means nothing on the CPU, and is taken
+    x = np.ones((1, 4), np.float32)
+    np.testing.assert_array_equal(gannet.hadamard(x, stream=gannet.Stream(overlap=False)), [[2, 0, 0, 0]])
+
+
 def test_a_draft_goes_on_from_what_was_accepted(rng):
     backend, _, _ = make("mla")
     backend.prepare([104, 100], np.array([[1, 2], [3, 4]], np.int32), q_len=4)

@@ -56,7 +56,9 @@ def test_pytorch_on_any_stream(rng, impl):
     assert_close(out.float().cpu(), want, BF16_TOLERANCE)
     plan = gannet.plan(gannet.mla_decode, q, view, table, lens, softmax_scale=0.07, impl=impl)
     workspace = torch.empty(max(plan.workspace_bytes, 16), dtype=torch.uint8, device="cuda")
-    for options in (dict(), dict(workspace=workspace), dict(stream=torch.cuda.current_stream()), dict(stream=0)):
+    streams = [torch.cuda.current_stream(), 0]
+    streams += [gannet.Stream(s, overlap=False) for s in (None, *streams)]
+    for options in (dict(), dict(workspace=workspace), *(dict(stream=s) for s in streams)):
         torch.cuda.synchronize()
         again = plan.run(q, view, table, lens, softmax_scale=0.07, **options)
         torch.cuda.synchronize()
@@ -99,6 +101,7 @@ def test_a_backend_with_a_captured_batch(rng):
     out = torch.empty(4, 16, 512, device="cuda", dtype=torch.bfloat16)
     torch.cuda.synchronize()
     backend.capture(4)
+    shared = gannet.SharedPageTable(4, 640, num_pages=16, device="cuda")
     with torch.cuda.stream(stream):
         backend.attend(0, q, selection="all", out=out)
         stream.synchronize()
@@ -114,6 +117,28 @@ def test_a_backend_with_a_captured_batch(rng):
             eager = backend.attend(0, q[: len(lens)], selection="all")
             stream.synchronize()
             assert torch.equal(replayed[: len(lens)], eager) and (replayed[len(lens) :] == 0).all()
+        # A step of two rows a request, planned on the device by a kernel that is part of the graph.
+        backend.capture(4, q_len=2, table=shared)
+        out = torch.empty(8, 16, 512, device="cuda", dtype=torch.bfloat16)
+        q = torch.randn(8, 16, 576, device="cuda").bfloat16()
+        backend.attend(0, q, selection="all", out=out)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            backend.refresh_shared(shared, 0, q_len=2)
+            backend.attend(0, q, selection="all", out=out)
+        for step, lens in enumerate(([70, 300, 9], [71, 301]), start=1):
+            assert shared.refresh(step, lens, table[: len(lens)], stream)
+            graph.replay()
+            stream.synchronize()
+            replayed = out.clone()
+            backend.prepare(lens, table[: len(lens)], q_len=2)
+            eager = backend.attend(0, q[: 2 * len(lens)], selection="all")
+            stream.synchronize()
+            assert torch.equal(replayed[: 2 * len(lens)], eager) and (replayed[2 * len(lens) :] == 0).all()
+        backend.refresh_shared(shared, 2, q_len=2)
+        assert not backend.step["lens_known"]
+        assert torch.from_dlpack(shared.seq_lens).tolist() == [71, 301, 0, 0]
 
 
 def test_the_hosts_share_of_a_call(rng):
