@@ -620,7 +620,7 @@ void Decoder::draft_next(const DraftAdvance& advance, std::span<const int32_t> r
   run_mtp(ids, hidden, choice, outputs);
 }
 
-/// The MTP layer over the rows of the current step (model.md 8). `hidden` is what lm_head read: normalised.
+/// The MTP layer over the rows of the current step. `hidden` is what lm_head read: normalised.
 void Decoder::run_mtp(std::span<const int32_t> ids, const float* hidden, const Choice& choice,
                       const ForwardOutputs& outputs) {
   Scratch& s = *scratch_;

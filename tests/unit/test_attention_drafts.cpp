@@ -1,4 +1,4 @@
-// Selections that are reused: by layers that share one, and by the later steps of a draft (spec 1.5, 3.2, 6.3d).
+// Selections that are reused: by layers that share one, and by the later steps of a draft (spec 1.5, 3.2).
 #include <gtest/gtest.h>
 
 #include <iostream>

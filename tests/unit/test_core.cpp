@@ -101,7 +101,7 @@ TEST(View, IsPackedRowMajorAndAddressesWith64Bits) {
 TEST(RowBound, MeansWhatItsNameSays) {
   using gannet::row_bound;
   using gannet::RowBound;
-  // Length 64, two rows: the values of spec 5.
+  // Length 64, two rows: the values of spec 5.3.
   EXPECT_EQ(row_bound(RowBound::kCausalFull, 64, 2, 0), 63);
   EXPECT_EQ(row_bound(RowBound::kCausalFull, 64, 2, 1), 64);
   EXPECT_EQ(row_bound(RowBound::kCausalFromFirst, 64, 2, 0), 64);

@@ -151,7 +151,7 @@ class Folder {
 
 using Row = std::vector<double>;
 
-/// The whole model in double, token by token, in the expanded form, as spec 2.1 and model.md 3 to 6 state it.
+/// The whole model in double, token by token, in the expanded form, as the published code of these models has it.
 class Reference {
  public:
   Reference(const Shape& s, const Tensors& t) : s_(s), t_(t) {}
