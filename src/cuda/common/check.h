@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <limits>
+
 namespace gannet {
 inline namespace v0 {
 namespace cuda {
@@ -14,6 +16,9 @@ inline void check(cudaError_t status, const char* function, const char* call) {
   if (status != cudaSuccess) fail_cuda(status, function, call);
 }
 #define GANNET_CUDA(function, call) ::gannet::cuda::check((call), function, #call)
+
+/// Whether there is a device 0, of a compute capability whose major number is in [least, most].
+bool has_device(int least = 0, int most = std::numeric_limits<int>::max()) noexcept;
 
 /// Whether `kernel` as it runs on the current device knows how to wait for what is before it on its stream
 /// (launch.cuh). One built from the intermediate code of an architecture before sm_90 does not, wherever it runs.

@@ -23,6 +23,8 @@ inline namespace v0 {
 namespace cuda {
 namespace prefill {
 
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
+
 struct Problem {
   const uint16_t *q, *k, *k_rope, *v;  // bf16; strides in elements
   int64_t q_row_stride, q_head_stride, k_row_stride, k_head_stride, rope_row_stride, v_row_stride, v_head_stride;

@@ -47,11 +47,7 @@ const ImplementationSet& generic_set() noexcept {
       .device = DeviceKind::kCuda,
       .only_when_forced = false,
       .compiled = true,
-      .runs_here =
-          [] {
-            int count = 0;
-            return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-          },
+      .runs_here = [] { return has_device(); },
       .latent_write = {nullptr, nullptr, run_latent_write},
       .latent_gather = {nullptr, nullptr, run_latent_gather},
       .index_k_write = {nullptr, nullptr, run_index_k_write},

@@ -40,10 +40,11 @@ inline namespace v0 {
 namespace cuda {
 namespace mma {
 
+using prefill::kLn2;
+using prefill::kLog2E;
 using prefill::Problem;
 using prefill::Tile;
 
-constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
 template <int kKeyDim, int kValueDim, bool kSharedRope>

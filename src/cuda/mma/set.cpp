@@ -42,12 +42,7 @@ const ImplementationSet& mma_set() noexcept {
       .device = DeviceKind::kCuda,
       .only_when_forced = false,
       .compiled = true,
-      .runs_here =
-          [] {
-            int count = 0, major = 0;
-            return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
-                   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major >= 8;
-          },
+      .runs_here = [] { return has_device(8); },
       .ragged_prefill = {refuses_prefill, nullptr, mma::run_ragged_prefill},
       .mla_decode = {refuses_absorbed<MlaDecode>, mma::workspace_mla_decode, mma::run_mla_decode, true},
       .index_logits = {refuses_index_logits, nullptr, run_index_logits_over<mma::launch_index_logits>},

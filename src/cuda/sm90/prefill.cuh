@@ -42,6 +42,8 @@ namespace cuda {
 namespace sm90 {
 namespace ragged {
 
+using prefill::kLn2;
+using prefill::kLog2E;
 using prefill::Problem;
 using prefill::Tile;
 
@@ -56,7 +58,6 @@ constexpr int kQuerySize = kDk / 64 * kBlockBytes, kKeySize = kDk / 64 * kBlockB
 constexpr int kTileBytes = kQuerySize + kStages * (kKeySize + kValueSize);
 constexpr int kAlignment = 1024;                                  // of a swizzled block
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // 128 * 24 + 256 * 240 = 64,512 of 65,536
-constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // Named barriers; 0 is __syncthreads.

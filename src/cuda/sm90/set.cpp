@@ -11,19 +11,25 @@ namespace cuda {
 
 namespace {
 
-// wgmma and the copy engine are of sm_90a alone. Code for another architecture, sm_90 among them, has kernels that trap.
+// wgmma and the copy engine are of sm_90a alone. Code for another architecture, sm_90 among them, has kernels that
+// trap.
 #if defined(GANNET_HAS_SM90A)
 constexpr bool kCompiled = true;
 #else
 constexpr bool kCompiled = false;
 #endif
 
+/// Widths, optional arguments, and rows with others between them.
 template <class Params>
 std::string refuses_shape(const Params& p) {
   const RowGeometry g = p.cache.geometry;
   if (g.latent_dim != 512 || g.rope_dim != 64)
     return fmt::format("rows are {} + {} wide; accepted: 512 + 64", g.latent_dim, g.rope_dim);
-  return refuses_options(p);
+  if (p.attn_sink.given()) return "attn_sink is given; accepted: none";
+  if (p.max_logits.given()) return "max_logits is given; accepted: none";
+  if (p.cache.row_stride() != latent_row_bytes(p.cache.format, g))
+    return fmt::format("cache.row_stride_bytes is {}; accepted: 0", p.cache.row_stride_bytes);
+  return {};
 }
 
 template <class Params>
@@ -39,8 +45,8 @@ std::string refuses_dense(const MlaDecode& p) {
   if (p.q.dtype == DType::kBf16 && p.cache.format == LatentFormat::kPacked656) {
     const int64_t lanes = p.q.shape[1] * p.rows.q_len;
     if (lanes > sm90::kMaxPackedLanes)
-      return fmt::format("packed656 rows and {} heads of {} rows of a request; accepted: up to {} together", p.q.shape[1],
-                         p.rows.q_len, sm90::kMaxPackedLanes);
+      return fmt::format("packed656 rows and {} heads of {} rows of a request; accepted: up to {} together",
+                         p.q.shape[1], p.rows.q_len, sm90::kMaxPackedLanes);
     return refuses_shape(p);
   }
   if (p.q.dtype != DType::kE4m3 || p.cache.format != LatentFormat::kE4m3) return refuses_absorbed(p);
@@ -69,12 +75,7 @@ const ImplementationSet& sm90_set() noexcept {
       .device = DeviceKind::kCuda,
       .only_when_forced = false,
       .compiled = kCompiled,
-      .runs_here =
-          [] {
-            int count = 0, major = 0;
-            return kCompiled && cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
-                   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major == 9;
-          },
+      .runs_here = [] { return kCompiled && has_device(9, 9); },
       .ragged_prefill = {refuses_prefill, sm90::workspace_ragged_prefill, sm90::run_ragged_prefill},
       .mla_decode = {refuses_dense, sm90::workspace_mla_decode, sm90::run_mla_decode, true},
       .index_logits = {refuses_index_logits, nullptr, run_index_logits_over<sm90::launch_index_logits>},

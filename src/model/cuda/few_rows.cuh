@@ -25,6 +25,7 @@
 
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
+#include "model/cuda/block.cuh"
 #include "model/cuda/kernels.h"
 
 namespace gannet {
@@ -137,6 +138,23 @@ struct Step {
   }
 };
 
+/// A warp's products over its share of k inputs, whose first weights are loaded: a round's weights are on their way
+/// when the one before is multiplied.
+template <bool kBf16, bool kNorm, int kAhead>
+__device__ __forceinline__ void multiply(Sums& sums, Step<kBf16, kNorm> (&steps)[kAhead], Weight low, Weight high,
+                                         const void* const (&rows)[2], const float* const& norm, int64_t first_input,
+                                         const int64_t& k) {
+  for (int64_t base = 0; base < k; base += kAhead * kStride) {
+    const int64_t at = base + first_input;
+#pragma unroll
+    for (int d = 0; d < kAhead; ++d) steps[d].load_inputs(rows, norm, at + d * kStride, k);
+#pragma unroll
+    for (int d = 0; d < kAhead; ++d) steps[d].multiply(sums);
+#pragma unroll
+    for (int d = 0; d < kAhead; ++d) steps[d].load_weights(low, high, at + (kAhead + d) * kStride, k);
+  }
+}
+
 /// Brings the warps' sums together. Then thread t below 64 has row t / 4 and, of either half, columns 2 (t % 4) and the
 /// next.
 __device__ inline void exchange(const Lane& lane, const Sums& sums, Exchange& x, bool norm) {
@@ -183,19 +201,6 @@ struct Outputs {
   }
 };
 
-__device__ inline float silu(float x) { return x / (1.0f + expf(-x)); }
-
-__device__ inline float block_sum(float x, float* partial) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(kAll, x, offset);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
-  __syncthreads();
-  float sum = 0.0f;
-  for (int i = 0; i < kWarps; ++i) sum += partial[i];
-  return sum;
-}
-
 // ---- products -----------------------------------------------------------------------------------------------------
 
 struct ProductParams {
@@ -219,7 +224,7 @@ __device__ inline void finish_kv(const FewRowsKv& a, const FewRowsRope& rope, in
   const float* kv = a.kv + row * (a.latent_dim + p);
   float squares = 0.0f;
   for (int i = threadIdx.x; i < a.latent_dim; i += kThreads) squares += kv[i] * kv[i];
-  const float factor = 1.0f / sqrtf(block_sum(squares, partial) / static_cast<float>(a.latent_dim) + a.eps);
+  const float factor = 1.0f / sqrtf(block_sum<kWarps>(squares, partial) / static_cast<float>(a.latent_dim) + a.eps);
   for (int i = threadIdx.x; i < a.latent_dim; i += kThreads)
     store(a.latent, row * a.latent_dim + i, kv[i] * factor * a.norm[i], a.latent_bf16);
   const int64_t position = rope.positions[row];
@@ -235,10 +240,10 @@ __device__ inline void finish_kv(const FewRowsKv& a, const FewRowsRope& rope, in
   const float* in = a.index_k + row * a.index_dim;
   float sum = 0.0f;
   for (int i = threadIdx.x; i < a.index_dim; i += kThreads) sum += in[i];
-  const float mean = block_sum(sum, partial) / static_cast<float>(a.index_dim);
+  const float mean = block_sum<kWarps>(sum, partial) / static_cast<float>(a.index_dim);
   float spread = 0.0f;  // two passes: mean(x^2) - mean^2 would cancel
   for (int i = threadIdx.x; i < a.index_dim; i += kThreads) spread += (in[i] - mean) * (in[i] - mean);
-  const float scale = 1.0f / sqrtf(block_sum(spread, partial) / static_cast<float>(a.index_dim) + a.eps);
+  const float scale = 1.0f / sqrtf(block_sum<kWarps>(spread, partial) / static_cast<float>(a.index_dim) + a.eps);
   const auto normed = [&](int i) { return (in[i] - mean) * scale * a.index_norm[i] + a.index_bias[i]; };
   for (int i = threadIdx.x; i < half; i += kThreads) {
     const bool neighbours = a.index_pairing == RopePairing::kInterleaved;
@@ -310,15 +315,7 @@ __global__ void __launch_bounds__(kThreads, kNorm&& kAhead > 1 ? 2 : 3)
         row < in.rows ? static_cast<const char*>(in.x) + (row * in.stride + repeat * p.x_step) * kElement : nullptr;
   }
   Sums sums;
-  for (int64_t base = 0; base < p.k; base += kAhead * kStride) {
-    const int64_t at = base + first_input;
-#pragma unroll
-    for (int d = 0; d < kAhead; ++d) steps[d].load_inputs(rows, in.norm, at + d * kStride, p.k);
-#pragma unroll
-    for (int d = 0; d < kAhead; ++d) steps[d].multiply(sums);
-#pragma unroll
-    for (int d = 0; d < kAhead; ++d) steps[d].load_weights(low_row, high_row, at + (kAhead + d) * kStride, p.k);
-  }
+  multiply(sums, steps, low_row, high_row, rows, in.norm, first_input, p.k);
   exchange(lane, sums, shared, kNorm);
   if (threadIdx.x >= kOutputThreads) return;
   const int64_t row = first_row + threadIdx.x / 4;
@@ -415,15 +412,7 @@ __global__ void __launch_bounds__(kThreads, kAhead > 1 ? 2 : 3) mlp_in_kernel(co
     rows[h] = place < count ? a.x + (first_row + row) * a.dim : nullptr;
   }
   Sums sums;
-  for (int64_t base = 0; base < a.dim; base += kAhead * kStride) {
-    const int64_t at = base + first_input;
-#pragma unroll
-    for (int d = 0; d < kAhead; ++d) steps[d].load_inputs(rows, a.norm, at + d * kStride, a.dim);
-#pragma unroll
-    for (int d = 0; d < kAhead; ++d) steps[d].multiply(sums);
-#pragma unroll
-    for (int d = 0; d < kAhead; ++d) steps[d].load_weights(gate, up, at + (kAhead + d) * kStride, a.dim);
-  }
+  multiply(sums, steps, gate, up, rows, a.norm, first_input, a.dim);
   exchange(lane, sums, shared, true);
   const int place = static_cast<int>(threadIdx.x) / 4;
   if (threadIdx.x >= kOutputThreads || place >= count) return;

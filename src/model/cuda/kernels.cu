@@ -13,6 +13,7 @@
 
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
+#include "model/cuda/block.cuh"
 #include "model/cuda/kernels.h"
 
 namespace gannet {
@@ -28,16 +29,8 @@ unsigned blocks_for(int64_t n) { return static_cast<unsigned>((n + kThreads - 1)
 
 __device__ float block_sum(float x) {
   __shared__ float partial[kThreads / 32];
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(kFull, x, offset);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
-  __syncthreads();
-  float sum = 0.0f;
-  for (int i = 0; i < kThreads / 32; ++i) sum += partial[i];
-  return sum;
+  return cuda::block_sum<kThreads / 32>(x, partial);
 }
-
-__device__ float silu(float x) { return x / (1.0f + expf(-x)); }
 
 template <class F>
 __global__ void each_kernel(int64_t n, F f) {
@@ -548,6 +541,9 @@ void with_rows(int64_t pairs, int32_t num_experts, F&& f) {
   else f(std::integral_constant<int, 64>{});
 }
 
+/// Of a tile on the tensor cores, whose products have 16 rows.
+constexpr int mma_rows(int rows) { return rows < 16 ? 16 : rows; }
+
 /// Whether the experts' rows are read 16 bytes at a time.
 bool tensor_cores_take(const DeviceExperts& e) { return e.bf16 && e.dim % 8 == 0 && e.width % 8 == 0; }
 
@@ -654,33 +650,32 @@ void launch_sort_pairs(const int32_t* ids, int64_t pairs, int32_t num_experts, i
                 order, place_of);
 }
 
+/// Launches the kernel over the experts' tiles that takes their weights.
+template <int kRows, class... Params, class... Args>
+void launch_tiles(const DeviceExperts& experts, int32_t num_experts, int64_t pairs, int64_t cols, Stream stream,
+                  void (*mma)(Params...), void (*bf16)(Params...), void (*fp32)(Params...), const Args&... args) {
+  const bool by_mma = tensor_cores_take(experts);
+  const Grid grid{
+      .blocks = by_mma ? most_tiles<mma_rows(kRows)>(pairs, num_experts) : most_tiles<kRows>(pairs, num_experts),
+      .threads = kThreads,
+      .blocks_y = (cols + kCols - 1) / kCols};
+  launch_kernel(kName, by_mma ? mma : experts.bf16 ? bf16 : fp32, grid, stream, experts, num_experts, args...);
+}
+
 void launch_experts_in(const DeviceExperts& experts, int32_t num_experts, const int32_t* first, const int32_t* order,
                        int64_t pairs, int32_t per_token, const float* x, float* hidden, Stream stream) {
   with_rows(pairs, num_experts, [&]<int kRows>(std::integral_constant<int, kRows>) {
-    constexpr int kMmaRows = kRows < 16 ? 16 : kRows;
-    const bool mma = tensor_cores_take(experts);
-    const Grid grid{.blocks = mma ? most_tiles<kMmaRows>(pairs, num_experts) : most_tiles<kRows>(pairs, num_experts),
-                    .threads = kThreads,
-                    .blocks_y = (experts.width + kCols - 1) / kCols};
-    const auto kernel = mma            ? experts_in_mma_kernel<kMmaRows>
-                        : experts.bf16 ? experts_in_kernel<kRows, __nv_bfloat16>
-                                       : experts_in_kernel<kRows, float>;
-    launch_kernel(kName, kernel, grid, stream, experts, num_experts, first, order, per_token, x, hidden);
+    launch_tiles<kRows>(experts, num_experts, pairs, experts.width, stream, experts_in_mma_kernel<mma_rows(kRows)>,
+                        experts_in_kernel<kRows, __nv_bfloat16>, experts_in_kernel<kRows, float>, first, order,
+                        per_token, x, hidden);
   });
 }
 
 void launch_experts_out(const DeviceExperts& experts, int32_t num_experts, const int32_t* first, int64_t pairs,
                         const float* hidden, float* out, Stream stream) {
   with_rows(pairs, num_experts, [&]<int kRows>(std::integral_constant<int, kRows>) {
-    constexpr int kMmaRows = kRows < 16 ? 16 : kRows;
-    const bool mma = tensor_cores_take(experts);
-    const Grid grid{.blocks = mma ? most_tiles<kMmaRows>(pairs, num_experts) : most_tiles<kRows>(pairs, num_experts),
-                    .threads = kThreads,
-                    .blocks_y = (experts.dim + kCols - 1) / kCols};
-    const auto kernel = mma            ? experts_out_mma_kernel<kMmaRows>
-                        : experts.bf16 ? experts_out_kernel<kRows, __nv_bfloat16>
-                                       : experts_out_kernel<kRows, float>;
-    launch_kernel(kName, kernel, grid, stream, experts, num_experts, first, hidden, out);
+    launch_tiles<kRows>(experts, num_experts, pairs, experts.dim, stream, experts_out_mma_kernel<mma_rows(kRows)>,
+                        experts_out_kernel<kRows, __nv_bfloat16>, experts_out_kernel<kRows, float>, first, hidden, out);
   });
 }
 
