@@ -139,6 +139,17 @@ class PlannedCall final : public Call {
   std::shared_ptr<Storage> storage_;
 };
 
+/// The shape of a problem of `grid.batch` requests over paged caches, with what else there is to say.
+Json paged_shape(const Grid& grid, int heads, int keys, int q_len, Json shape) {
+  shape.update({{"heads", heads},
+                {"keys", keys},
+                {"batch", grid.batch},
+                {"q_len", q_len},
+                {"dtype", to_string(grid.dtype)},
+                {"page_size", grid.page_size}});
+  return shape;
+}
+
 template <class Params>
 Problem finish(std::vector<Params> copies, std::shared_ptr<Storage> storage, std::string label, Json shape,
                double flops, double bytes, bool fp32) {
@@ -294,14 +305,8 @@ Problem mla_decode(const Grid& grid, int heads, int keys, int q_len) {
   Problem problem = finish(std::move(copies), s,
                            fmt::format("H={} n={} B={} S={} q={} kv={}", heads, keys, grid.batch, q_len,
                                        row_word(grid.dtype), to_string(grid.latent_format)),
-                           {{"heads", heads},
-                            {"keys", keys},
-                            {"batch", grid.batch},
-                            {"q_len", q_len},
-                            {"dtype", to_string(grid.dtype)},
-                            {"kv", to_string(grid.latent_format)},
-                            {"page_size", grid.page_size}},
-                           flops, bytes, grid.dtype == DType::kF32 || grid.latent_format == LatentFormat::kF32);
+                           paged_shape(grid, heads, keys, q_len, {{"kv", to_string(grid.latent_format)}}), flops, bytes,
+                           grid.dtype == DType::kF32 || grid.latent_format == LatentFormat::kF32);
   problem.peers = std::move(peers);
   return problem;
 }
@@ -351,14 +356,7 @@ Problem sparse_attention(const Grid& grid, int heads, int keys, int q_len) {
   return finish(std::move(copies), s,
                 fmt::format("H={} k={} of n={} B={} S={} q={} kv={}", heads, chosen, keys, grid.batch, q_len,
                             row_word(grid.dtype), to_string(grid.latent_format)),
-                {{"heads", heads},
-                 {"topk", grid.topk},
-                 {"keys", keys},
-                 {"batch", grid.batch},
-                 {"q_len", q_len},
-                 {"dtype", to_string(grid.dtype)},
-                 {"kv", to_string(grid.latent_format)},
-                 {"page_size", grid.page_size}},
+                paged_shape(grid, heads, keys, q_len, {{"topk", grid.topk}, {"kv", to_string(grid.latent_format)}}),
                 flops, bytes, grid.dtype == DType::kF32 || grid.latent_format == LatentFormat::kF32);
 }
 
@@ -392,14 +390,7 @@ Problem indexer(const Grid& grid, int heads, int keys, int q_len, Params p, std:
   return finish(std::move(copies), s,
                 fmt::format("Hi={} n={} B={} S={} q={} k={}", heads, keys, grid.batch, q_len, row_word(grid.dtype),
                             to_string(grid.index_format)),
-                {{"heads", heads},
-                 {"keys", keys},
-                 {"batch", grid.batch},
-                 {"q_len", q_len},
-                 {"topk", grid.topk},
-                 {"dtype", to_string(grid.dtype)},
-                 {"index_k", to_string(grid.index_format)},
-                 {"page_size", grid.page_size}},
+                paged_shape(grid, heads, keys, q_len, {{"topk", grid.topk}, {"index_k", to_string(grid.index_format)}}),
                 flops, bytes, grid.dtype == DType::kF32 || grid.index_format == IndexKFormat::kF32);
 }
 

@@ -3,50 +3,17 @@
 
 #include <algorithm>
 
+#include "capi/capi.h"
 #include "gannet/c_api.h"
 #include "gannet/gannet.h"
 
 namespace gannet_test {
 
+// What the library itself hands out: a field that it forgot is caught by the tests of what pools give.
 inline gannet_device c_of(gannet::Device d) { return {static_cast<gannet_device_kind>(d.kind), d.index}; }
-
-inline gannet_tensor c_of(const gannet::TensorView& v) {
-  gannet_tensor t{};
-  t.data = v.data;
-  t.dtype = static_cast<gannet_dtype>(v.dtype);
-  t.rank = v.rank;
-  std::copy(v.shape.begin(), v.shape.end(), t.shape);
-  std::copy(v.stride.begin(), v.stride.end(), t.stride);
-  t.device = c_of(v.device);
-  return t;
-}
-
-inline gannet_latent_cache c_of(const gannet::LatentCacheView& v) {
-  return {sizeof(gannet_latent_cache),
-          v.data,
-          static_cast<gannet_latent_format>(v.format),
-          v.geometry.latent_dim,
-          v.geometry.rope_dim,
-          v.page_size,
-          v.num_pages,
-          v.page_stride_bytes,
-          v.scale,
-          c_of(v.device),
-          v.row_stride_bytes};
-}
-
-inline gannet_index_cache c_of(const gannet::IndexCacheView& v) {
-  return {sizeof(gannet_index_cache),
-          v.data,
-          static_cast<gannet_index_k_format>(v.format),
-          static_cast<gannet_scale_format>(v.scale_format),
-          v.head_dim,
-          v.page_size,
-          v.num_pages,
-          v.page_stride_bytes,
-          c_of(v.device),
-          v.hadamard ? 1 : 0};
-}
+inline gannet_tensor c_of(const gannet::TensorView& v) { return gannet::capi::to_c(v); }
+inline gannet_latent_cache c_of(const gannet::LatentCacheView& v) { return gannet::capi::to_c(v); }
+inline gannet_index_cache c_of(const gannet::IndexCacheView& v) { return gannet::capi::to_c(v); }
 
 inline gannet_page_table c_of(const gannet::PageTableView& v) {
   return {sizeof(gannet_page_table),

@@ -758,8 +758,19 @@ TEST(CApiPools, AreThoseOfCpp) {
   EXPECT_EQ(l[1].rope_dim, 64);
   EXPECT_EQ(l[1].num_pages, 5);
   EXPECT_EQ(static_cast<char*>(l[1].data) - static_cast<char*>(l[0].data), latent_pool_sizes(lcpp).layer_stride_bytes);
+  EXPECT_EQ(l[1].format, GANNET_LATENT_E4M3);
+  EXPECT_EQ(l[1].page_size, 64);
+  EXPECT_EQ(l[1].page_stride_bytes, latent_pool_sizes(lcpp).page_stride_bytes);
+  EXPECT_EQ(l[1].row_stride_bytes, 0);
+  EXPECT_EQ(l[1].device.kind, GANNET_CPU);
+  EXPECT_EQ(i.format, GANNET_INDEX_K_E4M3);
   EXPECT_EQ(i.head_dim, 128);
   EXPECT_EQ(i.scale_format, GANNET_SCALE_POWER_OF_TWO);
+  EXPECT_EQ(i.page_size, 64);
+  EXPECT_EQ(i.num_pages, 5);
+  EXPECT_EQ(i.page_stride_bytes, index_k_pool_sizes(icpp).page_stride_bytes);
+  EXPECT_EQ(i.hadamard, 0);
+  EXPECT_EQ(i.device.kind, GANNET_CPU);
 
   // Pages that travel: what goes out of pages 1 and 2 comes back into 4 and 3.
   const gannet_layer layers[] = {{&l[0], nullptr}, {&l[1], &i}};

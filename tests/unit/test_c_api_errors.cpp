@@ -8,7 +8,6 @@
 #include <thread>
 #include <vector>
 
-#include "capi/capi.h"
 #include "unit/c_views.h"
 
 namespace gannet_test {

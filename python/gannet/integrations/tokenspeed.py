@@ -237,6 +237,10 @@ class MLABackend:
             options = dict(format="e4m3", scale=getattr(layer, "k_scale_float", None) or 1.0)
         return _core.LatentCache(pages, latent_dim=self.kv_lora_rank, rope_dim=self.qk_rope_head_dim, **options)
 
+    def _out(self, q, layer):
+        dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+        return torch.empty(q.shape[0], layer.tp_q_head_num, self.kv_lora_rank, dtype=dtype, device=q.device)
+
     def _check_logit_cap(self, cap):
         if cap and cap > 0:
             raise NotImplementedError(f"gannet: logits_soft_cap={cap}")
@@ -269,13 +273,7 @@ class MLABackend:
         bound = "causal_full"
         if self.is_draft and q_len > 1:  # lengths are then what the first row sees, or the block's end
             bound = "uniform_block" if self.draft_block_decode else "causal_from_first"
-        out = torch.empty(
-            rows,
-            layer.tp_q_head_num,
-            self.kv_lora_rank,
-            dtype=torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype,
-            device=q.device,
-        )
+        out = self._out(q, layer)
         _ops.mla_decode(
             q.view(rows, layer.tp_q_head_num, self.kv_cache_dim),
             self._cache(layer, token_to_kv_pool),
@@ -423,13 +421,7 @@ class DSABackend(MLABackend):
 
     def _sparse(self, q, layer, pool, slots, lens):
         rows = q.shape[0]
-        out = torch.empty(
-            rows,
-            layer.tp_q_head_num,
-            self.kv_lora_rank,
-            dtype=torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype,
-            device=q.device,
-        )
+        out = self._out(q, layer)
         _ops.sparse_attention(
             q.view(rows, layer.tp_q_head_num, self.kv_cache_dim),
             self._cache(layer, pool),
