@@ -139,7 +139,8 @@ struct Step {
 };
 
 /// A warp's products over its share of k inputs, whose first weights are loaded: a round's weights are on their way
-/// when the one before is multiplied.
+/// while the one before is multiplied. norm and k are references so that they stay parameters of the kernel, in
+/// constant memory: as values they took registers, and product_kernel spilled 32 to 48 bytes.
 template <bool kBf16, bool kNorm, int kAhead>
 __device__ __forceinline__ void multiply(Sums& sums, Step<kBf16, kNorm> (&steps)[kAhead], Weight low, Weight high,
                                          const void* const (&rows)[2], const float* const& norm, int64_t first_input,
