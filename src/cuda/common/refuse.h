@@ -13,6 +13,17 @@ namespace gannet {
 inline namespace v0 {
 namespace cuda {
 
+/// Optional arguments of MlaDecode and SparseAttention, and rows with others between them. Here rather than with its
+/// one set, so that a build without CUDA can test its words.
+template <class Params>
+std::string refuses_options(const Params& p) {
+  if (p.attn_sink.given()) return "attn_sink is given; accepted: none";
+  if (p.max_logits.given()) return "max_logits is given; accepted: none";
+  if (p.cache.row_stride() != latent_row_bytes(p.cache.format, p.cache.geometry))
+    return fmt::format("cache.row_stride_bytes is {}; accepted: 0", p.cache.row_stride_bytes);
+  return {};
+}
+
 /// "a, b" of what `text` says of each of them.
 template <class T, class Text>
 std::string list_of(std::initializer_list<T> all, Text&& text) {

@@ -67,13 +67,17 @@ struct Rows {
   ScaleRule rule;
 };
 
+/// Pieces of eight values of widths that the compiler knows.
+template <int kDim, int kRope>
+struct Eights {
+  static constexpr int kLatentEights = kDim / 8, kRopeEights = kRope / 8;
+};
 /// Widths that the compiler knows, and rows for a warp such that each access of a warp to latent parts is full.
 template <int kDim, int kRope, int kRowsOfWarp>
-struct Fixed {
+struct Fixed : Eights<kDim, kRope> {
   static constexpr bool kKnown = true;
   using Stride = int32_t;  // of rows outside, in values
   static constexpr int kRows = kRowsOfWarp;
-  static constexpr int kLatentEights = kDim / 8, kRopeEights = kRope / 8;
   static constexpr int kBatch = (kRows * (kDim + kRope) / 8 + 31) / 32;
   static_assert(kRows * kDim % 256 == 0);
   __device__ static constexpr int dim(const Rows&) { return kDim; }

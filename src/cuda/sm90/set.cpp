@@ -19,17 +19,12 @@ constexpr bool kCompiled = true;
 constexpr bool kCompiled = false;
 #endif
 
-/// Widths, optional arguments, and rows with others between them.
 template <class Params>
 std::string refuses_shape(const Params& p) {
   const RowGeometry g = p.cache.geometry;
   if (g.latent_dim != 512 || g.rope_dim != 64)
     return fmt::format("rows are {} + {} wide; accepted: 512 + 64", g.latent_dim, g.rope_dim);
-  if (p.attn_sink.given()) return "attn_sink is given; accepted: none";
-  if (p.max_logits.given()) return "max_logits is given; accepted: none";
-  if (p.cache.row_stride() != latent_row_bytes(p.cache.format, g))
-    return fmt::format("cache.row_stride_bytes is {}; accepted: 0", p.cache.row_stride_bytes);
-  return {};
+  return refuses_options(p);
 }
 
 template <class Params>
