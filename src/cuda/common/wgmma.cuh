@@ -188,11 +188,27 @@ __device__ inline void wgmma_m64n256_rs_mn(float (&d)[128], const uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
+/// Stores four 8x8 matrices transposed: a thread of row g has columns 2 t and 2 t + 1 of what become rows.
+__device__ inline void stmatrix_x4_trans(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
 __device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 /// Barrier of `threads` threads; arrive does not wait.
 __device__ inline void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+/// Whether `x` is true in any of them.
+__device__ inline bool named_barrier_any(int id, int threads, bool x) {
+  int any;
+  asm volatile("{\n .reg .pred p, q;\n setp.ne.s32 p, %3, 0;\n bar.red.or.pred q, %1, %2, p;\n selp.s32 %0, 1, 0, q;\n}"
+               : "=r"(any)
+               : "r"(id), "r"(threads), "r"(static_cast<int>(x))
+               : "memory");
+  return any != 0;
 }
 __device__ inline void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -2,7 +2,7 @@
 // over pages of any size, up to 32 lanes (rows x heads of a request).
 //
 // Shapes. A tile is 64 keys, 41,984 bytes; at 4.2 TB/s, 132 SMs and 1.7 GHz the memory takes 2,240 cycles for it. With
-// 16 lanes S is 288 cycles of the f16 tensor cores, P V 256; conversions are what could be slower.
+// 32 lanes S is 576 cycles of the f16 tensor cores, P V 512; with 16 half of that.
 //
 // Conversion. e4m3 is exact in f16, so K and V are converted unscaled, two values an instruction, in the registers of
 // the A operand (K and V^T are A, lanes are N as in absorbed_fp8.cuh): 512 conversions of a warp for the scores and
@@ -10,21 +10,32 @@
 // written to shared memory. Scales go elsewhere, so that any positive fp32 scale is right:
 //   scores  sums of the four blocks of 128 columns are kept apart, and added with their key's scale in fp32. Queries
 //           are f16 too, each (lane, block) times a power of two that brings its largest value to 2^14;
-//   values  a scale is part of the weight: block b of V has weights exp2(score + log2 scale_b - top_b), where top_b is
-//           the running maximum of just that exponent. So weights are at most 2^12 for every scale, and a block is
-//           multiplied by exp2(top_b - top) at the end, in two halves, which neither overflow nor underflow where the
-//           result does not. It costs four exponentials a score, 256 cycles of a tile at 16 lanes.
+//   values  a scale is part of the weight: block b of V has weights exp2(score + log2 scale_b - base_b), where base_b
+//           follows the maximum of just that exponent, and is multiplied by exp2(base_b - base) at the end, in two
+//           halves, which neither overflow nor underflow where the result does not. The denominator has a base of its
+//           own. That is five exponentials a score: 640 cycles of a tile at 32 lanes, 320 at 16.
 //
-// Roles. Two groups of four warps take tiles in turn, each with sums of its own over all 512 columns (64 registers a
-// thread at 16 lanes), merged at the end of a piece: they wait for each other nowhere else, and one's softmax passes
-// under the other's products. Warp w of a group scores 16 keys (wgmma, M of 64 keys; Q from shared memory once for
-// four warps), then multiplies 128 columns, a block of scales (mma.sync: weights stay in registers). Scores cross
-// through shared memory in fp32, double-buffered, one barrier a tile. Denominators are sums of unrounded weights over
-// a maximum of each thread's own. A twelfth of the threads loads, a page at a time with bulk copies, or row by row.
+// Bases. A base is 8 below the largest exponent when it was set, and weights are f16: as long as none is infinite, up
+// to 2^16, it stays, and what was summed needs no factor. So no maxima are taken; the group's one barrier between
+// weights and products' buffer also asks whether any weight was infinite, and if so maxima are, and weights computed
+// again: for the first tile, and where a later key's exponent is 8 above all before.
 //
-// Shared memory: four tiles 164 KB (three with 32 lanes), Q 18 KB (36), scores 25 KB (45). Rows of 656 bytes are 41
-// times 16 bytes: eight rows' pieces lie in different banks without a swizzle. A tile is written (41 KB) and read twice
-// (32 + 40), Q read once (18), scores written and read by four warps (21): 152 KB, 1,190 cycles.
+// Roles. Two groups of four warps take tiles in turn, each with sums of its own over all 512 columns (128 registers a
+// thread at 32 lanes), merged at the end of a piece: they wait for each other nowhere else, and one's softmax passes
+// under the other's products. Warp w of a group scores 16 keys (M of 64 keys; Q from shared memory) and computes their
+// weights where the scores are, four times 16 keys by lanes; stmatrix turns them, and all are the B operand of P V,
+// V^T in registers: one ldmatrix.trans for 16 columns by 32 keys. Two barriers of a group a tile. The other
+// warpgroup's first warp loads, a page at a time with bulk copies, or row by row. A tile is released when its values
+// are in registers.
+//
+// Before, weights stayed in registers: every warp computed those of one block for all keys, from scores exchanged in
+// fp32, and multiplied with mma.sync. With 32 lanes registers ran out (224 bytes spilled), and a tile took 3,800 cycles
+// (64 requests of 4,096 keys 163 us where e4m3 took 86).
+//
+// Shared memory: four tiles 164 KB (three with 32 lanes), Q 18 KB (36), weights 16 KB (32). Rows of 656 bytes are 41
+// times 16 bytes: eight rows' pieces lie in different banks without a swizzle. A tile of 32 lanes is written (41 KB)
+// and read twice (40 + 32), Q read once (36), weights written (16) and read by eight products (32): 197 KB, 1,580
+// cycles.
 //
 // Keys that lanes must not see: as in absorbed_fp8.cuh; rows that were not loaded are overwritten by zeros.
 #pragma once
@@ -39,24 +50,32 @@ namespace sm90 {
 namespace packed {
 
 using fp8::drop_nan_bytes;
+using fp8::from_ordered;
+using fp8::ordered;
+using fp8::raise;
 
 constexpr int kRowBytes = 656, kTileBytesPacked = kKeys * kRowBytes;  // 41,984
 constexpr int kScaleAt = kLatent, kRopeAt = kLatent + 16;             // in a row
 constexpr int kScaleBlocks = 4, kScaleColumns = kLatent / kScaleBlocks;
 constexpr int kGroups = 2, kGroupThreads = 128, kWarpsEach = 4;
 constexpr int kMaxStages = 4;
-constexpr float kWeightExponent = 12.0f;  // weights are at most 2^12; those down to 2^-14 keep f16's 11 bits
-// Scores of a lane: keys 8 o + 2 t + i at 20 t + 8 i + o, so that a thread's 16 are 64 bytes and eight threads' pieces
-// lie in different banks. The four rows behind the lanes' hold the logarithms of the scales.
-constexpr int kQuarterFloats = 20, kScoreRow = 4 * kQuarterFloats;
-constexpr int kLoaderRegisters = 24, kOthersRegisters = 240;
+constexpr int kValueBlocks = kLatent / 64;  // products of 64 columns of V
+// The largest weight was 2^8 when the base was last raised; up to twice 2^15 later ones need not raise it, and those
+// down to 2^-14 keep f16's 11 bits.
+constexpr float kWeightExponent = 8.0f;
+constexpr uint32_t kHalfInfinity = 0x7c00;
+constexpr float kMostAdded = 0x1p20f;          // weights of denominators, in fp32, that raise no base
+constexpr float kNoBase = -3.40282347e38f;     // what nothing has been seen for; finite, so that -inf less it is -inf
+constexpr int kNextScale = 8 * kRowBytes / 4;  // from a thread's first key to its second
+constexpr int kBases = kScaleBlocks + 1;       // of each block's weights and of the denominator's
 
 struct SharedPacked : Shared {
   uint64_t loaded[kMaxStages], free[kMaxStages];
   int whole[kMaxStages];  // whether every key of a tile is there
   float factor[kScaleBlocks][32];
-  float tops[kGroups][kWarpsEach][32];  // of a group's block of columns, by row of scores
-  float maxima[kGroups][kWarpsEach][32], sums[kGroups][kWarpsEach][32];
+  float base[kGroups][kBases][32];  // weights are 2^(exponent - base)
+  int top[kGroups][kBases][32];     // ordered(): largest exponents when a base was raised
+  float sums[kGroups][kWarpsEach][32];
   float level[32], inverse[32];
   int64_t out_at[32];  // where a lane's result begins, in elements; -1: no such lane
   alignas(16) uint8_t states[kMaxStages][kKeys];
@@ -65,22 +84,28 @@ struct SharedPacked : Shared {
 template <int kColumns>
 struct Config {
   static constexpr int kStages = kColumns == 16 ? 4 : 3;
+  static constexpr int kLoaderRegisters = kColumns == 16 ? 40 : 24, kOthersRegisters = kColumns == 16 ? 232 : 240;
   static constexpr int kQueryBlock = kColumns * 128;  // 64 columns
   static constexpr int kQueryBytes = kWidth / 64 * kQueryBlock;
-  static constexpr int kScoreFloats = (kColumns + kScaleBlocks) * kScoreRow;
-  static constexpr int kScoreBytes = 2 * kGroups * kScoreFloats * 4;
-  static constexpr int kOperandBytes = kStages * kTileBytesPacked + kQueryBytes + kScoreBytes;
+  static constexpr int kWeightBlock = kColumns * 128;               // f16 weights of 64 keys over one block of columns
+  static constexpr int kWeightBytes = kScaleBlocks * kWeightBlock;  // of a group
+  static constexpr int kOperandBytes = kStages * kTileBytesPacked + kQueryBytes + kGroups * kWeightBytes;
   static constexpr int kSharedBytes = kOperandBytes + static_cast<int>(sizeof(SharedPacked));
-  static_assert(kSharedBytes <= 227 * 1024 && kOperandBytes % 16 == 0);
+  static_assert(kSharedBytes <= 227 * 1024 && kOperandBytes % 16 == 0 && kTileBytesPacked % kAlignment == 0 &&
+                kWeightBlock % kAlignment == 0);
 };
-
-/// The row of scores of a lane, and back: a permutation of eight that spreads the writers' banks.
-__device__ inline int row_of(int lane) { return (lane & ~7) | (lane & 1) << 2 | (lane >> 1 & 3); }
-__device__ inline int lane_of(int row) { return (row & ~7) | (row & 3) << 1 | (row >> 2 & 1); }
 
 __device__ inline float power_of_two(int exponent_field) {
   return __uint_as_float(static_cast<uint32_t>(exponent_field) << 23);
 }
+
+__device__ inline uint32_t max_f16x2(uint32_t a, uint32_t b) {  // NaN only where both are
+  uint32_t y;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+/// Of scales that are no numbers nothing is left here: lanes that see such a key have a NaN for a score.
+__device__ inline float logarithm(float scale) { return scale >= 0.0f && scale < INFINITY ? __log2f(scale) : 0.0f; }
 
 // ---- loader -----------------------------------------------------------------------------------------------------
 
@@ -91,7 +116,6 @@ __device__ void produce(const Dense& p, const Schedule& schedule, SharedPacked& 
   const int lane = threadIdx.x % 32;
   const auto page_size = static_cast<uint32_t>(p.cache.page_size);
   const bool by_tile = page_size % kKeys == 0;  // a tile lies in one page
-  const uint64_t policy = evict_first_policy();
   int count = 0;
   Walk walk(s);
   while (walk.next(p, schedule, s, part)) {
@@ -99,36 +123,39 @@ __device__ void produce(const Dense& p, const Schedule& schedule, SharedPacked& 
     p.place(g, walk.group - 1);
     const int lanes_end = static_cast<int>(min(int64_t{lane0 + kLanes}, g.num_rows * p.num_heads));
     const int most = lanes_end > lane0 ? static_cast<int>(p.keys_of(g, (lanes_end - 1) / p.num_heads)) : 0;
-    auto row_at = [&](int key) -> const unsigned char* {
-      if (key >= most) return nullptr;
-      const int64_t page = g.list.ids[static_cast<uint32_t>(key) / page_size];
-      if (page < 0 || page >= p.cache.num_pages) return nullptr;
-      return static_cast<const unsigned char*>(p.cache.data) + page * p.cache.page_stride_bytes +
-             static_cast<uint32_t>(key) % page_size * kRowBytes;
+    auto page_at = [&](int key) {  // -1: nothing there
+      if (key >= most) return -1;
+      const int page = g.list.ids[static_cast<uint32_t>(key) / page_size];
+      return page >= 0 && page < p.cache.num_pages ? page : -1;
+    };
+    auto copy = [&](uint32_t target, int page, int key, uint32_t bytes, uint64_t* barrier) {
+      copy_bytes(target,
+                 static_cast<const unsigned char*>(p.cache.data) + page * p.cache.page_stride_bytes +
+                     static_cast<uint32_t>(key) % page_size * kRowBytes,
+                 bytes, barrier, evict_first_policy());
     };
     for (int tile = walk.first_tile; tile < walk.last_tile; ++tile, ++count) {
       const int stage = count % kStages, key0 = tile * kKeys, key = 2 * lane;  // a lane has two keys of the tile
       const uint32_t target = stages + stage * kTileBytesPacked;
       // The page table's latency passes while the stage is still in use.
-      const unsigned char* const first = row_at(by_tile ? key0 : key0 + key);
-      const unsigned char* const second = by_tile ? first : row_at(key0 + key + 1);
-      const bool there0 = first != nullptr && key0 + key < most, there1 = second != nullptr && key0 + key + 1 < most;
+      const int first = page_at(by_tile ? key0 : key0 + key), second = by_tile ? first : page_at(key0 + key + 1);
+      const bool there0 = first >= 0 && key0 + key < most, there1 = second >= 0 && key0 + key + 1 < most;
       const bool whole = __all_sync(0xffffffffu, there0 && there1);
       mbarrier_wait(&s.free[stage], (count / kStages & 1) ^ 1);
       *reinterpret_cast<uint16_t*>(&s.states[stage][key]) = static_cast<uint16_t>(
           static_cast<uint32_t>(there0 ? kPresent : kAbsent) | static_cast<uint32_t>(there1 ? kPresent : kAbsent) << 8);
       if (lane == 0) s.whole[stage] = whole;
-      const uint32_t bytes = by_tile ? (lane == 0 && first != nullptr ? kTileBytesPacked : 0)
+      const uint32_t bytes = by_tile ? (lane == 0 && first >= 0 ? kTileBytesPacked : 0)
                                      : (there0 ? kRowBytes : 0) + (there1 ? kRowBytes : 0);
       if (bytes == 0) {
         mbarrier_arrive(&s.loaded[stage]);
       } else {
         mbarrier_arrive_expecting(&s.loaded[stage], bytes);
         if (by_tile) {
-          copy_bytes(target, first, kTileBytesPacked, &s.loaded[stage], policy);
+          copy(target, first, key0, kTileBytesPacked, &s.loaded[stage]);
         } else {
-          if (there0) copy_bytes(target + key * kRowBytes, first, kRowBytes, &s.loaded[stage], policy);
-          if (there1) copy_bytes(target + (key + 1) * kRowBytes, second, kRowBytes, &s.loaded[stage], policy);
+          if (there0) copy(target + key * kRowBytes, first, key0 + key, kRowBytes, &s.loaded[stage]);
+          if (there1) copy(target + (key + 1) * kRowBytes, second, key0 + key + 1, kRowBytes, &s.loaded[stage]);
         }
       }
       __syncwarp();
@@ -163,9 +190,57 @@ __device__ inline void mend_tile_packed(unsigned char* tile, uint8_t* state, int
   fence_async_shared();
 }
 
+/// Makes this tile's largest weights 2^kWeightExponent where they were larger, and what was summed before so much
+/// smaller. By a group; `scales` are those of the thread's first key, its second is eight rows on.
+template <int kColumns>
+__device__ inline void raise_bases(SharedPacked& s, int self, int tid, const float (&score)[kColumns / 2],
+                                   const float* scales, float (&o)[kValueBlocks][kColumns / 2],
+                                   float (&sum)[kColumns / 4]) {
+  constexpr int kEights = kColumns / 8;
+  const int g = tid % 32 / 4, t = tid % 4;
+#pragma unroll 1
+  for (int b = 0; b < kBases; ++b) {
+    const float log0 = b < kScaleBlocks ? logarithm(scales[b]) : 0.0f,
+                log1 = b < kScaleBlocks ? logarithm(scales[kNextScale + b]) : 0.0f;
+#pragma unroll
+    for (int c = 0; c < 2 * kEights; ++c) {
+      float m = fmaxf(score[c / 2 * 4 + c % 2] + log0, score[c / 2 * 4 + 2 + c % 2] + log1);
+#pragma unroll
+      for (int offset = 4; offset < 32; offset *= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, offset));
+      if (g == 0 && m > -INFINITY) raise(&s.top[self][b][c / 2 * 8 + 2 * t + c % 2], ordered(m));
+    }
+  }
+  named_barrier_sync(2 + self, kGroupThreads);
+  auto raised = [&](int b, int l) {
+    const float top = from_ordered(s.top[self][b][l]);
+    return top == -INFINITY ? kNoBase : top - kWeightExponent;
+  };
+  auto factor = [&](int b, int l) {
+    const float before = s.base[self][b][l], now = raised(b, l);
+    return before == now ? 1.0f : exp2_fast(before - now);
+  };
+#pragma unroll
+  for (int j = 0; j < kEights; ++j)
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      const int l = 8 * j + 2 * t + x;
+      sum[2 * j + x] *= factor(kScaleBlocks, l);
+#pragma unroll
+      for (int b = 0; b < kScaleBlocks; ++b) {
+        const float by = factor(b, l);
+#pragma unroll
+        for (int m = 2 * b; m < 2 * b + 2; ++m) o[m][4 * j + x] *= by, o[m][4 * j + 2 + x] *= by;
+      }
+    }
+  named_barrier_sync(2 + self, kGroupThreads);
+  for (int i = tid; i < kBases * kColumns; i += kGroupThreads)
+    s.base[self][i / kColumns][i % kColumns] = raised(i / kColumns, i % kColumns);
+  named_barrier_sync(2 + self, kGroupThreads);
+}
+
 template <int kColumns>
 __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& s, unsigned char* query,
-                        unsigned char* stages, float* scores, int part, int lane_block) {
+                        unsigned char* stages, unsigned char* weights, int part, int lane_block) {
   using C = Config<kColumns>;
   constexpr int kEights = kColumns / 8, kStages = C::kStages;
   const int self = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
@@ -176,17 +251,19 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
   const uint32_t stage_address = shared_address(stages);
   const uint64_t query_operand = k_major(shared_address(query));
   const bool slot_of_group = schedule.num_slots == schedule.num_groups;
-  // ldmatrix: of keys, matrices are rows 0..7 and 8..15 of this warp's 16, then the same 16 bytes on; of values, keys
-  // 0..7 and 8..15 of a step, then the next 16 columns.
-  const int matrix_row = lane / 8 % 2 * 8 + lane % 8, matrix_column = lane / 16 * 16;
-  const uint32_t key_at = (16 * warp + matrix_row) * kRowBytes + matrix_column;
-  const uint32_t value_at = matrix_row * kRowBytes + kScaleColumns * warp + matrix_column;
+  // ldmatrix: of keys, matrices are rows 0..7 and 8..15 of this warp's 16, then the same 16 bytes on; of values, 16
+  // columns of 32 keys, which are the rows of A that this warp has. stmatrix: lanes by keys, eight of each: keys 8..15
+  // of this warp's 16 behind 0..7, then the next eight lanes.
+  const uint32_t key_at = (16 * warp + lane % 16) * kRowBytes + lane / 16 * 16;
+  const uint32_t value_at = lane * kRowBytes + 16 * warp;
+  const uint32_t own_weights = shared_address(weights) + self * C::kWeightBytes;
+  const uint64_t weight_operand = k_major(own_weights);
+  const uint32_t weight_store =
+      own_weights + (lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16;
   const int own_row = 16 * warp + g;  // of the tile's keys, and own_row + 8
-  float* const own_scores = scores + self * 2 * C::kScoreFloats;
-  const int score_at = g / 2 * kQuarterFloats + g % 2 * 8 + 2 * warp;  // of keys own_row and own_row + 8, in a row
-  int count = 0;                                                       // tiles consumed by both groups
-  uint32_t buffer = 0;
-  int4 cut = {-1, part, 1, 0};
+  int count = 0;                      // tiles consumed by both groups
+  const bool writes_cut = threadIdx.x == 0 && lane_block == 0;
+  if (writes_cut && !slot_of_group) schedule.cuts[part] = {-1, part, 1, 0};
   Walk walk(s);
   while (walk.next(p, schedule, s, part)) {
     Dense::Place place;
@@ -201,6 +278,10 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
       s.row_of_lane[l] = of_row;
       s.query_at[l] = real ? (place.first_row + of_row) * p.q_row_stride + head * p.q_head_stride : -1;
       s.bounds[l] = real ? static_cast<int>(p.keys_of(place, of_row)) : 0;
+    }
+    for (int i = tid; i < kBases * kColumns; i += kGroupThreads) {
+      s.base[self][i / kColumns][i % kColumns] = kNoBase;
+      s.top[self][i / kColumns][i % kColumns] = ordered(-INFINITY);
     }
     named_barrier_sync(1, kConsumerThreads);
     {
@@ -253,19 +334,14 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
     const int least = s.bounds[0], most = s.bounds[max(lanes, 1) - 1];
     const int tiles = walk.last_tile - walk.first_tile;
 
-    float o[kScaleColumns / 16][kEights][4];  // rows of O^T: columns 16 (m ^ 4 self) + 2 g and the next of the block
+    float o[kValueBlocks][kColumns / 2];  // of O^T: 64 columns each, as wgmma leaves them
 #pragma unroll
     for (auto& m : o)
 #pragma unroll
-      for (auto& j : m)
+      for (float& x : m) x = 0.0f;
+    float sum[2 * kEights];
 #pragma unroll
-        for (float& x : j) x = 0.0f;
-    float top[kEights];  // of row 8 j + g of the scores and this warp's block
-    float local_top[2 * kEights], local_sum[2 * kEights];
-#pragma unroll
-    for (float& x : top) x = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < 2 * kEights; ++i) local_top[i] = -INFINITY, local_sum[i] = 0.0f;
+    for (float& x : sum) x = 0.0f;
 
 #pragma unroll 1
     for (int i = self; i < tiles; i += kGroups) {
@@ -281,18 +357,17 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
 
       // ---- scores: rounds of four steps, two for each block of scales, then rope ----
       float score[kColumns / 2];
-      float sums[2][kColumns / 2];
-      uint32_t a[2][4][4];
-      constexpr int kRounds = 2 * kScaleBlocks + 1;
-      const float4 scale0 = *reinterpret_cast<const float4*>(tile_bytes + own_row * kRowBytes + kScaleAt);
-      const float4 scale1 = *reinterpret_cast<const float4*>(tile_bytes + (own_row + 8) * kRowBytes + kScaleAt);
+      const auto* scales = reinterpret_cast<const float*>(tile_bytes + own_row * kRowBytes + kScaleAt);
+      {
+        float part_sum[kColumns / 2];
+        uint32_t a[2][4][4];
+        constexpr int kRounds = 2 * kScaleBlocks + 1;
 #pragma unroll
-      for (float& x : score) x = 0.0f;
+        for (float& x : score) x = 0.0f;
 #pragma unroll
-      for (int r = 0; r <= kRounds; ++r) {
-        if (r < kRounds) {
+        for (int r = 0; r < kRounds; ++r) {
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
+          for (int k = 0; k < 4; ++k) {  // while the round before is under way
             if (r == kRounds - 1) {
               ldmatrix_x4(a[r % 2][k], tile + key_at + kRopeAt + 32 * k);
             } else if (k % 2 == 0) {
@@ -304,39 +379,38 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
               e4m3_to_f16(v[3], a[r % 2][k + 1][1], a[r % 2][k + 1][3]);
             }
           }
+          hold_registers(a[r % 2]);
+          if (r > 0) {
+            wgmma_wait<0>();
+            hold_registers(a[(r - 1) % 2]);
+          }
+          if (r > 0 && r % 2 == 0) {  // a block's sums are there
+            const int b = r / 2 - 1;
+            hold_registers(part_sum);
+            const float by0 = scales[b], by1 = scales[kNextScale + b];
+#pragma unroll
+            for (int j = 0; j < kEights; ++j) {
+              const float2 factor = *reinterpret_cast<const float2*>(&s.factor[b][8 * j + 2 * t]);
+              score[4 * j] = fmaf(by0, factor.x * part_sum[4 * j], score[4 * j]);
+              score[4 * j + 1] = fmaf(by0, factor.y * part_sum[4 * j + 1], score[4 * j + 1]);
+              score[4 * j + 2] = fmaf(by1, factor.x * part_sum[4 * j + 2], score[4 * j + 2]);
+              score[4 * j + 3] = fmaf(by1, factor.y * part_sum[4 * j + 3], score[4 * j + 3]);
+            }
+          }
           wgmma_fence();
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             const uint64_t b = query_operand + descriptor_step(r * C::kQueryBlock + 32 * k);
-            if (r == kRounds - 1) wgmma_bf16_rs(sums[r / 2 % 2], a[r % 2][k], b, k > 0);
-            else wgmma_f16_rs(sums[r / 2 % 2], a[r % 2][k], b, k > 0 || r % 2 != 0);
+            if (r == kRounds - 1) wgmma_bf16_rs(part_sum, a[r % 2][k], b, k > 0);
+            else wgmma_f16_rs(part_sum, a[r % 2][k], b, k > 0 || r % 2 != 0);
           }
           wgmma_commit();
-          wgmma_wait<1>();
-        } else {
-          wgmma_wait<0>();
         }
-        if (r == 0) continue;
-        // The round before is done.
-        hold_registers(a[(r - 1) % 2]);
-        if (r == kRounds) {
-          hold_registers(sums[(r - 1) / 2 % 2]);
+        wgmma_wait<0>();
+        hold_registers(a[(kRounds - 1) % 2]);
+        hold_registers(part_sum);
 #pragma unroll
-          for (int x = 0; x < kColumns / 2; ++x) score[x] = fmaf(scale_log2, sums[(r - 1) / 2 % 2][x], score[x]);
-        } else if (r % 2 == 0) {
-          const int b = r / 2 - 1;
-          hold_registers(sums[b % 2]);
-          const float by0 = b == 0 ? scale0.x : b == 1 ? scale0.y : b == 2 ? scale0.z : scale0.w;
-          const float by1 = b == 0 ? scale1.x : b == 1 ? scale1.y : b == 2 ? scale1.z : scale1.w;
-#pragma unroll
-          for (int j = 0; j < kEights; ++j) {
-            const float2 factor = *reinterpret_cast<const float2*>(&s.factor[b][8 * j + 2 * t]);
-            score[4 * j] = fmaf(by0, factor.x * sums[b % 2][4 * j], score[4 * j]);
-            score[4 * j + 1] = fmaf(by0, factor.y * sums[b % 2][4 * j + 1], score[4 * j + 1]);
-            score[4 * j + 2] = fmaf(by1, factor.x * sums[b % 2][4 * j + 2], score[4 * j + 2]);
-            score[4 * j + 3] = fmaf(by1, factor.y * sums[b % 2][4 * j + 3], score[4 * j + 3]);
-          }
-        }
+        for (int x = 0; x < kColumns / 2; ++x) score[x] = fmaf(scale_log2, part_sum[x], score[x]);
       }
       if (!plain) {
         const int state0 = s.states[stage][own_row], state1 = s.states[stage][own_row + 8];
@@ -350,99 +424,91 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
             score[4 * j + 2 + x] = state1 == kAbsent || own_row + 8 >= bound ? -INFINITY : score[4 * j + 2 + x] + add1;
           }
       }
-      // ---- to the others, and denominators ----
-      float* const exchange = own_scores + buffer * C::kScoreFloats;
-      buffer ^= 1;
+
+      // ---- weights: as often as one is too large for f16, at most twice ----
+      uint32_t weight[kScaleBlocks][kEights][2];  // lanes 8 j + 2 t and the next of key own_row; of key own_row + 8
+      float added[2 * kEights];
+      bool again;
+#pragma unroll 1
+      do {
+        hold_registers(score);  // sums of scores and logarithms would be kept for a second time, 64 registers of them
+        uint32_t most_half = 0;
+        float most_added = 0.0f;
 #pragma unroll
-      for (int j = 0; j < kEights; ++j)
+        for (int b = 0; b < kScaleBlocks; ++b) {
+          const float log0 = logarithm(scales[b]), log1 = logarithm(scales[kNextScale + b]);
 #pragma unroll
-        for (int x = 0; x < 2; ++x)
-          *reinterpret_cast<float2*>(exchange + row_of(8 * j + 2 * t + x) * kScoreRow + score_at) = {
-              score[4 * j + x], score[4 * j + 2 + x]};
-      {
-        // Of scales that are no numbers nothing is left here: lanes that see such a key have a NaN for a score.
-        auto logarithm = [](float x) { return x >= 0.0f && x < INFINITY ? __log2f(x) : 0.0f; };
-        const auto* at = reinterpret_cast<const float*>(tile_bytes + own_row * kRowBytes + kScaleAt) + t;
-        *reinterpret_cast<float2*>(exchange + (kColumns + t) * kScoreRow + score_at) = {
-            logarithm(at[0]), logarithm(at[8 * kRowBytes / 4])};
-      }
+          for (int j = 0; j < kEights; ++j) {
+            const float2 base = *reinterpret_cast<const float2*>(&s.base[self][b][8 * j + 2 * t]);
+            weight[b][j][0] = round_to_f16x2(exp2_fast((score[4 * j] + log0) - base.x),
+                                             exp2_fast((score[4 * j + 1] + log0) - base.y));
+            weight[b][j][1] = round_to_f16x2(exp2_fast((score[4 * j + 2] + log1) - base.x),
+                                             exp2_fast((score[4 * j + 3] + log1) - base.y));
+            most_half = max_f16x2(most_half, max_f16x2(weight[b][j][0], weight[b][j][1]));
+          }
+        }
 #pragma unroll
-      for (int c = 0; c < 2 * kEights; ++c) {
-        const float x0 = score[c / 2 * 4 + c % 2], x1 = score[c / 2 * 4 + 2 + c % 2];
-        const float now = fmaxf(local_top[c], fmaxf(x0, x1)), shift = now == -INFINITY ? 0.0f : now;
-        local_sum[c] = local_sum[c] * exp2_fast(local_top[c] - shift) + (exp2_fast(x0 - shift) + exp2_fast(x1 - shift));
-        local_top[c] = now;
-      }
+        for (int j = 0; j < kEights; ++j) {
+          const float2 base = *reinterpret_cast<const float2*>(&s.base[self][kScaleBlocks][8 * j + 2 * t]);
+          added[2 * j] = exp2_fast(score[4 * j] - base.x) + exp2_fast(score[4 * j + 2] - base.x);
+          added[2 * j + 1] = exp2_fast(score[4 * j + 1] - base.y) + exp2_fast(score[4 * j + 3] - base.y);
+          most_added = fmaxf(most_added, fmaxf(added[2 * j], added[2 * j + 1]));
+        }
+        const bool too_large =
+            (most_half & 0x7fffu) == kHalfInfinity || most_half >> 16 == kHalfInfinity || most_added > kMostAdded;
+        // All have read the weights of the tile before, too.
+        again = named_barrier_any(2 + self, kGroupThreads, too_large);
+        if (again) {
+          raise_bases<kColumns>(s, self, tid, score, scales, o, sum);
+        }
+      } while (again);
+#pragma unroll
+      for (int c = 0; c < 2 * kEights; ++c) sum[c] += added[c];
+#pragma unroll
+      for (int b = 0; b < kScaleBlocks; ++b)
+#pragma unroll
+        for (int j = 0; j < kEights; j += 2)
+          stmatrix_x4_trans(weight_store + b * C::kWeightBlock + j * (8 * 128), weight[b][j][0], weight[b][j][1],
+                            weight[b][j + 1][0], weight[b][j + 1][1]);
+      fence_async_shared();
       named_barrier_sync(2 + self, kGroupThreads);
 
-      // ---- weights of this warp's block, as B operands ----
-      uint32_t weight[kEights][4][2];
-      float factor[kEights];
-      bool moved = false;
+      // ---- P V: 64 columns by 64 keys at a time ----
       {
-        float logs[16];
+        uint32_t a[2][4][4], v[2][2][4];
+        auto load = [&](int m) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const float4 v =
-              *reinterpret_cast<const float4*>(exchange + (kColumns + warp) * kScoreRow + t * kQuarterFloats + 4 * k);
-          logs[4 * k] = v.x, logs[4 * k + 1] = v.y, logs[4 * k + 2] = v.z, logs[4 * k + 3] = v.w;
-        }
+          for (int half = 0; half < 2; ++half)
+            ldmatrix_x4_trans(v[m % 2][half], tile + value_at + half * (32 * kRowBytes) + 64 * m);
+        };
+        load(0);
 #pragma unroll
-        for (int j = 0; j < kEights; ++j) {
-          float x[16];
+        for (int m = 0; m < kValueBlocks; ++m) {
+          if (m + 1 < kValueBlocks) load(m + 1);
+          if (m >= 2) {  // the registers of A are free again
+            wgmma_wait<1>();
+            hold_registers(a[m % 2]);
+          }
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            const float4 v =
-                *reinterpret_cast<const float4*>(exchange + (8 * j + g) * kScoreRow + t * kQuarterFloats + 4 * k);
-            x[4 * k] = v.x, x[4 * k + 1] = v.y, x[4 * k + 2] = v.z, x[4 * k + 3] = v.w;
+            const uint32_t low = v[m % 2][k / 2][k % 2 * 2], high = v[m % 2][k / 2][k % 2 * 2 + 1];
+            e4m3_to_f16(__byte_perm(low, 0, 0x3120), a[m % 2][k][0], a[m % 2][k][1]);
+            e4m3_to_f16(__byte_perm(high, 0, 0x3120), a[m % 2][k][2], a[m % 2][k][3]);
           }
-          float now = top[j];
-#pragma unroll
-          for (int k = 0; k < 16; ++k) {
-            x[k] += logs[k];
-            now = fmaxf(now, x[k]);
-          }
-          now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 1));
-          now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 2));
-          factor[j] = now == top[j] ? 1.0f : exp2_fast(top[j] - now);
-          moved |= now != top[j];
-          top[j] = now;
-          const float shift = now == -INFINITY ? 0.0f : now - kWeightExponent;
-#pragma unroll
-          for (int k = 0; k < 16; ++k) x[k] = exp2_fast(x[k] - shift);
+          hold_registers(a[m % 2]);
+          wgmma_fence();
 #pragma unroll
           for (int k = 0; k < 4; ++k)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-              weight[j][k][half] = round_to_f16x2(x[2 * k + half], x[8 + 2 * k + half]);
+            wgmma_f16_rs(o[m], a[m % 2][k], weight_operand + descriptor_step(m / 2 * C::kWeightBlock + 32 * k), true);
+          wgmma_commit();
         }
+        // The values are in registers, and with them the tile is no longer needed.
+        if (lane < kReleasingLanes) mbarrier_arrive(&s.free[stage]);
+        wgmma_wait<0>();
+        hold_registers(a[0]), hold_registers(a[1]);
+#pragma unroll
+        for (auto& m : o) hold_registers(m);
       }
-      if (__any_sync(0xffffffffu, moved)) {
-#pragma unroll
-        for (int j = 0; j < kEights; ++j) {
-          const float low = __shfl_sync(0xffffffffu, factor[j], 8 * t), high = __shfl_sync(0xffffffffu, factor[j], 8 * t + 4);
-#pragma unroll
-          for (auto& m : o) m[j][0] *= low, m[j][1] *= high, m[j][2] *= low, m[j][3] *= high;
-        }
-      }
-      // ---- P V ----
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-#pragma unroll
-        for (int m = 0; m < kScaleColumns / 16; m += 2) {
-          uint32_t v[4];
-          ldmatrix_x4_trans(v, tile + value_at + 16 * k * kRowBytes + (16 * m ^ 64 * self));
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            uint32_t values[4];
-            e4m3_to_f16(__byte_perm(v[2 * half], 0, 0x3120), values[0], values[1]);
-            e4m3_to_f16(__byte_perm(v[2 * half + 1], 0, 0x3120), values[2], values[3]);
-#pragma unroll
-            for (int j = 0; j < kEights; ++j) mma_f16(o[m + half][j], values, weight[j][k][0], weight[j][k][1]);
-          }
-        }
-      }
-      if (lane < kReleasingLanes) mbarrier_arrive(&s.free[stage]);
     }
     count += tiles;
 
@@ -451,28 +517,21 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
     auto weight_of = [](float from, float to) { return from == to ? 1.0f : exp2_fast(from - to); };
 #pragma unroll
     for (int c = 0; c < 2 * kEights; ++c) {
-      float now = local_top[c];
 #pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, offset));
-      float sum = local_sum[c] * weight_of(local_top[c], now);
-#pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-      const int l = c / 2 * 8 + 2 * t + c % 2;
-      if (g == 0) s.maxima[self][warp][l] = now, s.sums[self][warp][l] = sum;
-    }
-    if (t == 0) {
-#pragma unroll
-      for (int j = 0; j < kEights; ++j) s.tops[self][warp][8 * j + g] = top[j];
+      for (int offset = 4; offset < 32; offset *= 2) sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], offset);
+      if (g == 0) s.sums[self][warp][c / 2 * 8 + 2 * t + c % 2] = sum[c];
     }
     named_barrier_sync(1, kConsumerThreads);
     p.place(place, walk.group - 1);  // again, rather than kept through the loop
     const bool complete = walk.first_tile == 0 && walk.last_tile == walk.tiles;
     if (threadIdx.x < kColumns) {
       const int l = threadIdx.x;
-      float level = -INFINITY, total = 0.0f;
-      for (int w = 0; w < kGroups * kWarpsEach; ++w) level = fmaxf(level, s.maxima[w / kWarpsEach][w % kWarpsEach][l]);
-      for (int w = 0; w < kGroups * kWarpsEach; ++w)
-        total += s.sums[w / kWarpsEach][w % kWarpsEach][l] * weight_of(s.maxima[w / kWarpsEach][w % kWarpsEach][l], level);
+      const float level = fmaxf(s.base[0][kScaleBlocks][l], s.base[1][kScaleBlocks][l]);
+      float total = 0.0f;
+      for (int group = 0; group < kGroups; ++group) {
+        const float by = weight_of(s.base[group][kScaleBlocks][l], level);
+        for (int w = 0; w < kWarpsEach; ++w) total += s.sums[group][w][l] * by;
+      }
       const bool empty = total == 0.0f;
       s.level[l] = level;
       s.inverse[l] = empty ? 0.0f : 1.0f / total;
@@ -480,7 +539,9 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
       const int head = lane0 + l - s.row_of_lane[l] * p.num_heads;
       const int64_t index =
           ((2 * int64_t{part} + (walk.first_tile == 0)) * schedule.lane_blocks + lane_block) * kLanes + l;
-      s.out_at[l] = l >= lanes ? -1 : complete ? out_row * p.out_row_stride + head * p.out_head_stride : index * kLatent;
+      s.out_at[l] = l >= lanes ? -1
+                    : complete ? out_row * p.out_row_stride + head * p.out_head_stride
+                               : index * kLatent;
       if (l < lanes) {
         const float lse = empty ? -INFINITY : (level + __log2f(total)) * kLn2;
         if (!complete) p.partial_lse[index] = lse;
@@ -488,59 +549,67 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
       }
     }
     named_barrier_sync(1, kConsumerThreads);
-    // Each group finishes half of the columns, o[0..3], and gives the other half away: two rounds of two.
 #pragma unroll
     for (int j = 0; j < kEights; ++j)
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
-        const int r = 8 * j + 2 * t + x;
-        const float own = s.tops[self][warp][r], common = fmaxf(own, s.tops[1 - self][warp][r]);
-        const float by = weight_of(own, common) * 0x1p-12f;
-        static_assert(kWeightExponent == 12.0f);
+        const int l = 8 * j + 2 * t + x;
 #pragma unroll
-        for (auto& m : o) m[j][x] *= by, m[j][2 + x] *= by;
+        for (int m = 0; m < kValueBlocks; m += 2) {
+          const float own = s.base[self][m / 2][l], by = weight_of(own, fmaxf(own, s.base[1 - self][m / 2][l]));
+#pragma unroll
+          for (int n = m; n < m + 2; ++n) o[n][4 * j + x] *= by, o[n][4 * j + 2 + x] *= by;
+        }
       }
-    constexpr int kGiven = 2 * kEights * 4;  // values a thread gives in a round
-    static_assert(2 * kGroups * C::kScoreFloats >= kGroups * kGiven * kGroupThreads);
+    // Each group finishes half of the columns, in o[0..3], and gives the other half away: two rounds of two.
+    if (self == 1) {
+#pragma unroll
+      for (int m = 0; m < kValueBlocks / 2; ++m)
+#pragma unroll
+        for (int x = 0; x < kColumns / 2; ++x) {
+          const float kept = o[m + kValueBlocks / 2][x];
+          o[m + kValueBlocks / 2][x] = o[m][x], o[m][x] = kept;
+        }
+    }
+    auto* const exchange = reinterpret_cast<float*>(weights);
+    constexpr int kGiven = kColumns;  // values a thread gives in a round
+    static_assert(kGroups * C::kWeightBytes >= kGroups * kGiven * kGroupThreads * 4);
 #pragma unroll
     for (int round = 0; round < 2; ++round) {
       if (round > 0) named_barrier_sync(1, kConsumerThreads);
 #pragma unroll
       for (int v = 0; v < kGiven; ++v)
-        scores[(self * kGiven + v) * kGroupThreads + tid] = o[4 + 2 * round + v / (4 * kEights)][v / 4 % kEights][v % 4];
+        exchange[(self * kGiven + v) * kGroupThreads + tid] = o[4 + 2 * round + v / (kColumns / 2)][v % (kColumns / 2)];
       named_barrier_sync(1, kConsumerThreads);
 #pragma unroll
       for (int v = 0; v < kGiven; ++v)
-        o[2 * round + v / (4 * kEights)][v / 4 % kEights][v % 4] +=
-            scores[((1 - self) * kGiven + v) * kGroupThreads + tid];
+        o[2 * round + v / (kColumns / 2)][v % (kColumns / 2)] +=
+            exchange[((1 - self) * kGiven + v) * kGroupThreads + tid];
     }
-    const int column0 = kScaleColumns * warp + 64 * self + 2 * g;
+    const int column0 = kLatent / 2 * self + 16 * warp + 2 * g;
 #pragma unroll
     for (int j = 0; j < kEights; ++j)
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
-        const int r = 8 * j + 2 * t + x, l = lane_of(r);
+        const int l = 8 * j + 2 * t + x;
         const int64_t at = s.out_at[l];
         if (at < 0) continue;
-        const float common = fmaxf(s.tops[0][warp][r], s.tops[1][warp][r]);
-        // Halves of the exponent: neither is out of range where the result is not.
-        const float half = common == -INFINITY ? 0.0f : exp2_fast(0.5f * (common - s.level[l]));
         const float inverse = s.inverse[l];
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          const float low = o[m][j][x] * inverse * half * half, high = o[m][j][2 + x] * inverse * half * half;
-          const int64_t to = at + column0 + 16 * m;
+        for (int m = 0; m < kValueBlocks / 2; ++m) {
+          const int b = kScaleBlocks / 2 * self + m / 2;
+          // Halves of the exponent: neither is out of range where the result is not.
+          const float half = exp2_fast(0.5f * (fmaxf(s.base[0][b][l], s.base[1][b][l]) - s.level[l]));
+          const float low = o[m][4 * j + x] * inverse * half * half, high = o[m][4 * j + 2 + x] * inverse * half * half;
+          const int64_t to = at + column0 + 64 * m;
           if (complete && p.out_dtype == DType::kBf16)
             *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + to) = round_to_bf16x2(low, high);
           else *reinterpret_cast<float2*>((complete ? static_cast<float*>(p.out) : p.partial) + to) = {low, high};
         }
       }
-    if (walk.first_tile == 0) {
-      cut = {walk.group - 1, part, walk.parts(s, part), 0};
-      if (slot_of_group && threadIdx.x == 0 && lane_block == 0) schedule.cuts[walk.group - 1] = cut;
-    }
+    if (walk.first_tile == 0 && writes_cut)  // of a part the last group that begins in it
+      schedule.cuts[slot_of_group ? walk.group - 1 : part] = {walk.group - 1, part, walk.parts(s, part), 0};
   }
-  if (!slot_of_group && threadIdx.x == 0 && lane_block == 0) schedule.cuts[part] = cut;
 }
 
 // Grid: as of absorbed_kernel. combine_kernel follows. The map is not used: pages are copied as bytes.
@@ -553,7 +622,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   using C = Config<kColumns>;
   unsigned char* stages = shared;
   unsigned char* query = stages + C::kStages * kTileBytesPacked;
-  auto* scores = reinterpret_cast<float*>(query + C::kQueryBytes);
+  unsigned char* weights = query + C::kQueryBytes;
   SharedPacked& s = *reinterpret_cast<SharedPacked*>(shared + C::kOperandBytes);
   const int lane_block = blockIdx.x % schedule.lane_blocks, part = blockIdx.x / schedule.lane_blocks;
   if (threadIdx.x == 0) {
@@ -570,12 +639,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   wait_for_stream();
   // The merge starts when this block ends: announced here, its blocks wait where no part is, which cost the bf16 kernel
   // 1.2 us of 14.1 with one request.
-  find_part(p, schedule, part, s, reinterpret_cast<int*>(scores));
+  find_part(p, schedule, part, s, reinterpret_cast<int*>(weights));
   if (threadIdx.x < kConsumerThreads) {
-    register_increase<kOthersRegisters>();
-    consume<kColumns>(p, schedule, s, query, stages, scores, part, lane_block);
+    register_increase<C::kOthersRegisters>();
+    consume<kColumns>(p, schedule, s, query, stages, weights, part, lane_block);
   } else {
-    register_decrease<kLoaderRegisters>();
+    register_decrease<C::kLoaderRegisters>();
     if (threadIdx.x < kConsumerThreads + 32)
       produce<C::kStages>(p, schedule, s, shared_address(stages), part, lane_block * kLanes);
   }
