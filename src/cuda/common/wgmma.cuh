@@ -29,6 +29,10 @@ __device__ inline uint64_t mn_major(uint32_t address, uint32_t block_bytes) {
   return matrix_descriptor(address, block_bytes, 1024);
 }
 
+/// `x`, which a warp's threads have alike, where the compiler knows it: in a uniform register. Descriptors come from
+/// there; of one that is not known to be uniform each product costs four moves and the arithmetic of 64 bits.
+__device__ inline uint32_t uniform(uint32_t x) { return __reduce_or_sync(0xffffffffu, x); }
+
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>

@@ -76,7 +76,8 @@ struct SharedPacked : Shared {
   float base[kGroups][kBases][32];  // weights are 2^(exponent - base)
   int top[kGroups][kBases][32];     // ordered(): largest exponents when a base was raised
   float sums[kGroups][kWarpsEach][32];
-  float level[32], inverse[32];
+  float inverse[32];
+  float to_common[kGroups][kScaleBlocks][32], half[kScaleBlocks][32];  // of results
   int64_t out_at[32];  // where a lane's result begins, in elements; -1: no such lane
   alignas(16) uint8_t states[kMaxStages][kKeys];
 };
@@ -191,10 +192,11 @@ __device__ inline void mend_tile_packed(unsigned char* tile, uint8_t* state, int
 }
 
 /// Makes this tile's largest weights 2^kWeightExponent where they were larger, and what was summed before so much
-/// smaller. By a group; `scales` are those of the thread's first key, its second is eight rows on.
+/// smaller (nothing, with the first). By a group; `scales` are those of the thread's first key, its second is eight
+/// rows on.
 template <int kColumns>
 __device__ inline void raise_bases(SharedPacked& s, int self, int tid, const float (&score)[kColumns / 2],
-                                   const float* scales, float (&o)[kValueBlocks][kColumns / 2],
+                                   const float* scales, bool first, float (&o)[kValueBlocks][kColumns / 2],
                                    float (&sum)[kColumns / 4]) {
   constexpr int kEights = kColumns / 8;
   const int g = tid % 32 / 4, t = tid % 4;
@@ -219,19 +221,21 @@ __device__ inline void raise_bases(SharedPacked& s, int self, int tid, const flo
     const float before = s.base[self][b][l], now = raised(b, l);
     return before == now ? 1.0f : exp2_fast(before - now);
   };
+  if (!first) {
 #pragma unroll
-  for (int j = 0; j < kEights; ++j)
+    for (int j = 0; j < kEights; ++j)
 #pragma unroll
-    for (int x = 0; x < 2; ++x) {
-      const int l = 8 * j + 2 * t + x;
-      sum[2 * j + x] *= factor(kScaleBlocks, l);
+      for (int x = 0; x < 2; ++x) {
+        const int l = 8 * j + 2 * t + x;
+        sum[2 * j + x] *= factor(kScaleBlocks, l);
 #pragma unroll
-      for (int b = 0; b < kScaleBlocks; ++b) {
-        const float by = factor(b, l);
+        for (int b = 0; b < kScaleBlocks; ++b) {
+          const float by = factor(b, l);
 #pragma unroll
-        for (int m = 2 * b; m < 2 * b + 2; ++m) o[m][4 * j + x] *= by, o[m][4 * j + 2 + x] *= by;
+          for (int m = 2 * b; m < 2 * b + 2; ++m) o[m][4 * j + x] *= by, o[m][4 * j + 2 + x] *= by;
+        }
       }
-    }
+  }
   named_barrier_sync(2 + self, kGroupThreads);
   for (int i = tid; i < kBases * kColumns; i += kGroupThreads)
     s.base[self][i / kColumns][i % kColumns] = raised(i / kColumns, i % kColumns);
@@ -243,7 +247,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
                         unsigned char* stages, unsigned char* weights, int part, int lane_block) {
   using C = Config<kColumns>;
   constexpr int kEights = kColumns / 8, kStages = C::kStages;
-  const int self = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
+  const int self = static_cast<int>(uniform(threadIdx.x / kGroupThreads));
   const int tid = threadIdx.x % kGroupThreads, warp = __shfl_sync(0xffffffffu, tid / 32, 0), lane = tid % 32;
   const int g = lane / 4, t = lane % 4;
   const int lane0 = lane_block * kLanes;
@@ -257,7 +261,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
   const uint32_t key_at = (16 * warp + lane % 16) * kRowBytes + lane / 16 * 16;
   const uint32_t value_at = lane * kRowBytes + 16 * warp;
   const uint32_t own_weights = shared_address(weights) + self * C::kWeightBytes;
-  const uint64_t weight_operand = k_major(own_weights);
+  const uint64_t weight_operand = k_major(uniform(own_weights));
   const uint32_t weight_store =
       own_weights + (lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16;
   const int own_row = 16 * warp + g;  // of the tile's keys, and own_row + 8
@@ -297,10 +301,18 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
         v[i] = uint4{0, 0, 0, 0};
         if (at >= 0) v[i] = *reinterpret_cast<const uint4*>(p.q + at + unit % kScaleBlocks * kScaleColumns + 8 * piece);
       }
-#pragma unroll
-      for (int i = 0; i < kRounds; ++i) {
+      static_assert(kColumns * 8 <= kConsumerThreads);
+      const bool has_rope = threadIdx.x < kColumns * 8;
+      const int rope_lane = threadIdx.x / 8, rope_piece = threadIdx.x % 8;
+      uint4 rope{0, 0, 0, 0};
+      if (const int64_t at = has_rope ? s.query_at[rope_lane] : -1; at >= 0)
+        rope = *reinterpret_cast<const uint4*>(p.q + at + kLatent + 8 * rope_piece);
+#pragma unroll 1
+      for (int i = 0; i < kRounds; ++i) {  // the next one moves to the front: see results
         const int unit = i * kAtOnce + threadIdx.x / 16, l = unit / kScaleBlocks, b = unit % kScaleBlocks;
-        const uint32_t words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+        const uint32_t words[4] = {v[0].x, v[0].y, v[0].z, v[0].w};
+#pragma unroll
+        for (int k = 0; k + 1 < kRounds; ++k) v[k] = v[k + 1];
         int most = 0;  // bits of the largest magnitude
 #pragma unroll
         for (int k = 0; k < 4; ++k)
@@ -321,13 +333,9 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
         *reinterpret_cast<uint2*>(row + ((even % 8) ^ (l % 8)) * 16) = {half[0], half[2]};
         *reinterpret_cast<uint2*>(row + ((even % 8 + 1) ^ (l % 8)) * 16) = {half[1], half[3]};
       }
-      for (int i = threadIdx.x; i < kColumns * 8; i += kConsumerThreads) {  // rope
-        const int l = i / 8, of = i % 8;
-        const int64_t at = s.query_at[l];
-        uint4 r{0, 0, 0, 0};
-        if (at >= 0) r = *reinterpret_cast<const uint4*>(p.q + at + kLatent + 8 * of);
-        *reinterpret_cast<uint4*>(query + kLatent / 64 * C::kQueryBlock + l * 128 + (of ^ (l % 8)) * 16) = r;
-      }
+      if (has_rope)
+        *reinterpret_cast<uint4*>(query + kLatent / 64 * C::kQueryBlock + rope_lane * 128 +
+                                  (rope_piece ^ (rope_lane % 8)) * 16) = rope;
     }
     fence_async_shared();
     named_barrier_sync(1, kConsumerThreads);
@@ -459,7 +467,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
         // All have read the weights of the tile before, too.
         again = named_barrier_any(2 + self, kGroupThreads, too_large);
         if (again) {
-          raise_bases<kColumns>(s, self, tid, score, scales, o, sum);
+          raise_bases<kColumns>(s, self, tid, score, scales, i == self, o, sum);
         }
       } while (again);
 #pragma unroll
@@ -513,13 +521,29 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
     count += tiles;
 
     // ---- results ----
-    // Denominators: over the eight threads of a column, then over warps and groups in order.
+    // Denominators: over the eight threads of a column, rounds in which a thread keeps half of its columns and gives
+    // the other half away and then rounds of what is left; over warps and groups in order.
     auto weight_of = [](float from, float to) { return from == to ? 1.0f : exp2_fast(from - to); };
+    auto halve = [&](auto of) {
+      constexpr int kLeft = decltype(of)::value;  // of eights afterwards
+      if constexpr (kLeft < kEights) {
+        const bool upper = (g & kLeft) != 0;
 #pragma unroll
-    for (int c = 0; c < 2 * kEights; ++c) {
+        for (int c = 0; c < 2 * kLeft; ++c) {
+          const float low = sum[c], high = sum[c + 2 * kLeft];
+          sum[c] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, 4 * kLeft);
+        }
+      }
+    };
+    halve(std::integral_constant<int, 2>{});
+    halve(std::integral_constant<int, 1>{});
 #pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], offset);
-      if (g == 0) s.sums[self][warp][c / 2 * 8 + 2 * t + c % 2] = sum[c];
+    for (int offset = 4 * kEights; offset < 32; offset *= 2)
+#pragma unroll
+      for (int x = 0; x < 2; ++x) sum[x] += __shfl_xor_sync(0xffffffffu, sum[x], offset);
+    if (g < kEights) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) s.sums[self][warp][8 * g + 2 * t + x] = sum[x];
     }
     named_barrier_sync(1, kConsumerThreads);
     p.place(place, walk.group - 1);  // again, rather than kept through the loop
@@ -533,7 +557,6 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
         for (int w = 0; w < kWarpsEach; ++w) total += s.sums[group][w][l] * by;
       }
       const bool empty = total == 0.0f;
-      s.level[l] = level;
       s.inverse[l] = empty ? 0.0f : 1.0f / total;
       const int64_t out_row = place.first_row + s.row_of_lane[l];
       const int head = lane0 + l - s.row_of_lane[l] * p.num_heads;
@@ -548,65 +571,67 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
         else if (p.lse != nullptr) p.lse[out_row * p.lse_row_stride + head] = lse;
       }
     }
+    if (tid < kScaleBlocks * kColumns) {  // of a block and a lane
+      const int b = tid / kColumns, l = tid % kColumns;
+      const float own = s.base[self][b][l], common = fmaxf(own, s.base[1 - self][b][l]);
+      s.to_common[self][b][l] = weight_of(own, common);
+      // Halves of the exponent: neither is out of range where the result is not.
+      if (self == 0)
+        s.half[b][l] = exp2_fast(0.5f * (common - fmaxf(s.base[0][kScaleBlocks][l], s.base[1][kScaleBlocks][l])));
+    }
     named_barrier_sync(1, kConsumerThreads);
-#pragma unroll
-    for (int j = 0; j < kEights; ++j)
-#pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        const int l = 8 * j + 2 * t + x;
-#pragma unroll
-        for (int m = 0; m < kValueBlocks; m += 2) {
-          const float own = s.base[self][m / 2][l], by = weight_of(own, fmaxf(own, s.base[1 - self][m / 2][l]));
-#pragma unroll
-          for (int n = m; n < m + 2; ++n) o[n][4 * j + x] *= by, o[n][4 * j + 2 + x] *= by;
-        }
-      }
-    // Each group finishes half of the columns, in o[0..3], and gives the other half away: two rounds of two.
-    if (self == 1) {
-#pragma unroll
-      for (int m = 0; m < kValueBlocks / 2; ++m)
-#pragma unroll
-        for (int x = 0; x < kColumns / 2; ++x) {
-          const float kept = o[m + kValueBlocks / 2][x];
-          o[m + kValueBlocks / 2][x] = o[m][x], o[m][x] = kept;
-        }
-    }
-    auto* const exchange = reinterpret_cast<float*>(weights);
-    constexpr int kGiven = kColumns;  // values a thread gives in a round
-    static_assert(kGroups * C::kWeightBytes >= kGroups * kGiven * kGroupThreads * 4);
-#pragma unroll
-    for (int round = 0; round < 2; ++round) {
-      if (round > 0) named_barrier_sync(1, kConsumerThreads);
-#pragma unroll
-      for (int v = 0; v < kGiven; ++v)
-        exchange[(self * kGiven + v) * kGroupThreads + tid] = o[4 + 2 * round + v / (kColumns / 2)][v % (kColumns / 2)];
-      named_barrier_sync(1, kConsumerThreads);
-#pragma unroll
-      for (int v = 0; v < kGiven; ++v)
-        o[2 * round + v / (kColumns / 2)][v % (kColumns / 2)] +=
-            exchange[((1 - self) * kGiven + v) * kGroupThreads + tid];
-    }
+    // Eight lanes at a time each group gives half of the columns away and finishes the other half. A loop, for which
+    // what is left of O moves to the front: instructions that run once a call cost 8 cycles each, coming from the L2 or
+    // memory.
+    constexpr int kGiven = kValueBlocks / 2;
+    constexpr int kExchange = kGroups * kGiven * kGroupThreads;  // of 16 bytes
+    constexpr int kBuffers = kGroups * C::kWeightBytes / (16 * kExchange);
+    static_assert(kBuffers >= 1);
+    const bool as_bf16 = complete && p.out_dtype == DType::kBf16;
+    unsigned char* const out = static_cast<unsigned char*>(complete ? p.out : static_cast<void*>(p.partial));
     const int column0 = kLatent / 2 * self + 16 * warp + 2 * g;
+#pragma unroll 1
+    for (int j = 0; j < kEights; ++j) {
+      const int l = 8 * j + 2 * t;
+      auto* const exchange = reinterpret_cast<float4*>(weights) + j % kBuffers * kExchange + tid;
+      if (kBuffers == 1 && j > 0) named_barrier_sync(1, kConsumerThreads);  // the last eight have been read
 #pragma unroll
-    for (int j = 0; j < kEights; ++j)
+      for (int m = 0; m < kValueBlocks; ++m) {
+        const float2 by = *reinterpret_cast<const float2*>(&s.to_common[self][m / 2][l]);
+        o[m][0] *= by.x, o[m][1] *= by.y, o[m][2] *= by.x, o[m][3] *= by.y;
+      }
 #pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        const int l = 8 * j + 2 * t + x;
-        const int64_t at = s.out_at[l];
-        if (at < 0) continue;
-        const float inverse = s.inverse[l];
+      for (int m = 0; m < kGiven; ++m) {
+        const float(&low)[kColumns / 2] = o[m], (&high)[kColumns / 2] = o[m + kGiven];
+        exchange[(self * kGiven + m) * kGroupThreads] =
+            self == 0 ? float4{high[0], high[1], high[2], high[3]} : float4{low[0], low[1], low[2], low[3]};
+      }
+      named_barrier_sync(1, kConsumerThreads);
+      const float2 inverse = *reinterpret_cast<const float2*>(&s.inverse[l]);
+      const int64_t at[2] = {s.out_at[l], s.out_at[l + 1]};
 #pragma unroll
-        for (int m = 0; m < kValueBlocks / 2; ++m) {
-          const int b = kScaleBlocks / 2 * self + m / 2;
-          // Halves of the exponent: neither is out of range where the result is not.
-          const float half = exp2_fast(0.5f * (fmaxf(s.base[0][b][l], s.base[1][b][l]) - s.level[l]));
-          const float low = o[m][4 * j + x] * inverse * half * half, high = o[m][4 * j + 2 + x] * inverse * half * half;
-          const int64_t to = at + column0 + 64 * m;
-          if (complete && p.out_dtype == DType::kBf16)
-            *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + to) = round_to_bf16x2(low, high);
-          else *reinterpret_cast<float2*>((complete ? static_cast<float*>(p.out) : p.partial) + to) = {low, high};
+      for (int m = 0; m < kGiven; ++m) {
+        const float4 got = exchange[((1 - self) * kGiven + m) * kGroupThreads];
+        const float2 half = *reinterpret_cast<const float2*>(&s.half[kScaleBlocks / 2 * self + m / 2][l]);
+        float kept[4];
+#pragma unroll
+        for (int x = 0; x < 4; ++x) kept[x] = self == 0 ? o[m][x] : o[m + kGiven][x];
+        const float result[4] = {
+            (kept[0] + got.x) * inverse.x * half.x * half.x, (kept[1] + got.y) * inverse.y * half.y * half.y,
+            (kept[2] + got.z) * inverse.x * half.x * half.x, (kept[3] + got.w) * inverse.y * half.y * half.y};
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          if (at[x] < 0) continue;
+          unsigned char* const to = out + (at[x] + column0) * (as_bf16 ? 2 : 4);
+          if (as_bf16) *reinterpret_cast<uint32_t*>(to + 128 * m) = round_to_bf16x2(result[x], result[2 + x]);
+          else *reinterpret_cast<float2*>(to + 256 * m) = {result[x], result[2 + x]};
         }
       }
+#pragma unroll
+      for (auto& m : o)
+#pragma unroll
+        for (int x = 0; x + 4 < kColumns / 2; ++x) m[x] = m[x + 4];
+    }
     if (walk.first_tile == 0 && writes_cut)  // of a part the last group that begins in it
       schedule.cuts[slot_of_group ? walk.group - 1 : part] = {walk.group - 1, part, walk.parts(s, part), 0};
   }
