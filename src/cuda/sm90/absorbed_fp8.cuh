@@ -17,12 +17,13 @@
 // Shared memory, 64 lanes, a tile: written by the copy engine 40 KB, keys read as A 36, Q beside them 36, V 32, P
 // written 4 and read 32: 180 KB, 1,440 cycles. 16 lanes: 36 + 40 + 9 + 32 + 9 KB, 1,010.
 //
-// Roles. Tiles are taken in pairs. Warpgroup 0 scores the even one, warpgroup 1 the odd one; each multiplies both by
-// its 256 columns of V: O^T is four products of 64 columns, 4 * kColumns / 2 registers a thread (128 of 240), then
-// scores 32 or A 32, sums 16. A lane's maximum goes over rows of S^T: shuffles over eight threads of a warp, then an
-// atomic maximum in shared memory. Two barriers of both warpgroups a pair: the maxima are there; P is there. A third
-// warpgroup has one warp that loads, a box of 128 columns for each page of a tile, four tiles ahead: two tiles are
-// used, two are under way. Scores of the next pair under this pair's P V would hold all four and leave the memory idle.
+// Roles. Warpgroup 0 scores even tiles, warpgroup 1 odd ones; each multiplies all by its 256 columns of V: O^T is four
+// products of 64 columns, 4 * kColumns / 2 registers a thread (128 of 240), then scores 32 or A 32, sums 16. A lane's
+// maximum goes over rows of S^T: shuffles over eight threads of a warp, then an atomic maximum in shared memory. Up to
+// 32 lanes tiles are taken in pairs, with two barriers of both warpgroups each: the maxima are there; P is there. With
+// 64 they take turns (consume_turns()). A third warpgroup has one warp that loads, a box of 128 columns for each page
+// of a tile, four tiles ahead: two tiles are used, two are under way. Scores of the next pair under this pair's P V
+// would hold all four and leave the memory idle.
 //
 // P. e4m3 has four bits, and a range of which weights of at most 1 use the lower half. Weights are 2^8 exp(x - max):
 // at most 256 of 448, and those down to 2^-14 are still normal numbers. The denominator is summed from weights before
@@ -34,9 +35,10 @@
 // Keys that lanes must not see: as in absorbed.cuh. e4m3 has NaN and no infinities. Tiles that a pair lacks: its scores
 // are masked, and the other tile's V stands in, so that there is no branch while products are under way.
 //
-// Predicted, pair of tiles with 64 lanes: tensor cores 2,176 cycles, softmax 1,020 (510 instructions a warp, two warps
-// a scheduler), barriers and latencies 500: 1,850 a tile, as the memory needs; with 16 lanes 950. Not yet run on a
-// device.
+// Measured, 64 lanes, 1.7 GHz assumed: in pairs a tile took 2,900 cycles, nothing overlapping the softmax of both. With
+// 32 lanes and all columns for each warpgroup, so that neither waits for the other, 3,100 to 3,300: 850 instructions of
+// each of two warps a scheduler, keys and values read by both. In turns it is 790 a pair of tiles, and the tensor cores
+// have 2,176 cycles of work: predicted are 3,000 a pair, or what the memory needs, 3,710 (64 lanes that share nothing).
 #pragma once
 
 #include "cuda/common/wgmma_fp8.cuh"
@@ -55,12 +57,19 @@ constexpr int kLatentSteps = kLatent / 32, kRopeSteps = kRope / 32;
 constexpr int kParts64 = kHalf / 64;     // products of 64 columns of V a warpgroup has
 constexpr int kWarpsEach = 4;            // of a warpgroup
 constexpr float kWeightExponent = 8.0f;  // weights are at most 2^8
-constexpr int kTops = 3;                 // maxima of this pair, the one before, the next
+constexpr int kTurnSlots = 4;
+constexpr int kTops = 3;  // maxima of this pair, the one before, the next
 constexpr int kLoaderRegisters = 24, kOthersRegisters = 240;
 
 struct Shared8 : Shared {
   uint64_t loaded[kTileStages], free[kTileStages];
-  int top[kTops][kLanes];  // ordered(): maxima so far of scores in units of log2
+  uint64_t announced[2][2];                       // of 64 lanes: a warpgroup's weights, by buffer
+  int turn_top[kTurnSlots][kLanes];               // maxima after a tile
+  int high[2][2][kLanes];                         // of a warpgroup's tile, by buffer
+  float shift[2][kLanes], sum_factor[2][kLanes];  // of a warpgroup's tile: for its weights, for its sums so far
+  float value_factor[kTurnSlots][kLanes];         // of a tile: for what was multiplied before
+  alignas(8) int moved[kTurnSlots][2];            // whether it is not 1 for any of 32 lanes
+  int top[kTops][kLanes];                         // ordered(): maxima so far of scores in units of log2
   float sums[2][kWarpsEach][kLanes];
   float inverse[kLanes];
   int64_t out_at[kLanes];  // where a lane's result begins, in elements; -1: no such lane
@@ -72,7 +81,8 @@ struct Config {
   static constexpr int kQueryBlock = kColumns * 128;
   static constexpr int kQueryBytes = kByteBlocks * kQueryBlock;
   static constexpr int kWeightBytes = kColumns * 128;  // a row: a lane's weights of a pair of tiles
-  static constexpr int kOperandBytes = kTileStages * kTileBytes8 + kQueryBytes + kWeightBytes;
+  static constexpr int kWeightBuffers = kColumns == kLanes ? 2 : 1;
+  static constexpr int kOperandBytes = kTileStages * kTileBytes8 + kQueryBytes + kWeightBuffers * kWeightBytes;
   static constexpr int kSharedBytes = kOperandBytes + static_cast<int>(sizeof(Shared8));
   static_assert(kSharedBytes <= 227 * 1024);
 };
@@ -212,28 +222,32 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
     p.place(place, walk.group - 1);
     const int lanes = max(0, min(kColumns, static_cast<int>(place.num_rows) * p.num_heads - lane0));
 
-    // ---- Q ----
-    named_barrier_sync(1, kConsumerThreads);  // nobody still reads the last group's
-    if (threadIdx.x < kColumns) {
-      const int l = threadIdx.x, of_row = (lane0 + l) / p.num_heads, head = lane0 + l - of_row * p.num_heads;
-      const bool real = l < lanes;
-      s.row_of_lane[l] = of_row;
-      s.query_at[l] = real ? (place.first_row + of_row) * p.q_row_stride + head * p.q_head_stride : -1;
-      s.bounds[l] = real ? static_cast<int>(p.keys_of(place, of_row)) : 0;
-      for (int i = 0; i < kTops; ++i) s.top[i][l] = ordered(-INFINITY);
-    }
-    named_barrier_sync(1, kConsumerThreads);
+    // ---- Q: all loads are under way before the last group's is overwritten ----
     {
-      constexpr int kPieces = kByteBlocks * 8,
-                    kWritten = kWidth / 16;  // 16-byte pieces of a row, and those with values
-#pragma unroll 4
-      for (int i = threadIdx.x; i < kPieces * kColumns; i += kConsumerThreads) {
-        const int l = i / kPieces, piece = i % kPieces;
-        const int64_t at = s.query_at[l];
-        uint4 v{0, 0, 0, 0};
-        if (at >= 0 && piece < kWritten)
-          v = *reinterpret_cast<const uint4*>(reinterpret_cast<const unsigned char*>(p.q) + at + 16 * piece);
-        *reinterpret_cast<uint4*>(query + piece / 8 * C::kQueryBlock + l * 128 + ((piece % 8) ^ (l % 8)) * 16) = v;
+      constexpr int kEach = kConsumerThreads / kColumns;  // threads of a lane
+      constexpr int kPieces = kWidth / 16, kRounds = (kPieces + kEach - 1) / kEach;
+      const int l = threadIdx.x / kEach, first = threadIdx.x % kEach;
+      const int of_row = (lane0 + l) / p.num_heads, head = lane0 + l - of_row * p.num_heads;
+      const bool real = l < lanes;
+      const auto* from = reinterpret_cast<const unsigned char*>(p.q) + (place.first_row + of_row) * p.q_row_stride +
+                         head * p.q_head_stride;
+      uint4 v[kRounds];
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        const int piece = i * kEach + first;
+        v[i] = real && piece < kPieces ? *reinterpret_cast<const uint4*>(from + 16 * piece) : uint4{0, 0, 0, 0};
+      }
+      named_barrier_sync(1, kConsumerThreads);  // nobody still reads the last group's
+      if (first == 0) {
+        s.row_of_lane[l] = of_row;
+        s.bounds[l] = real ? static_cast<int>(p.keys_of(place, of_row)) : 0;
+        for (int i = 0; i < kTops; ++i) s.top[i][l] = ordered(-INFINITY);
+      }
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        const int piece = i * kEach + first;  // what lies beyond a row is zeros
+        if (piece < kByteBlocks * 8)
+          *reinterpret_cast<uint4*>(query + piece / 8 * C::kQueryBlock + l * 128 + ((piece % 8) ^ (l % 8)) * 16) = v[i];
       }
     }
     fence_async_shared();
@@ -261,7 +275,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
       }
     };
     auto start_scores = [&](int stage) {
-      const uint64_t keys = k_major(stage_address + stage * kTileBytes8);
+      const uint64_t keys = k_major(uniform(stage_address + stage * kTileBytes8));
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kLatentSteps + kRopeSteps; ++k)
@@ -460,6 +474,317 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
   if (!slot_of_group && threadIdx.x == 0 && lane_block == 0) schedule.cuts[part] = cut;
 }
 
+/// 64 lanes: warpgroups take turns. Each scores every other tile (64 keys, all lanes), and multiplies all of them by
+/// its 256 columns: the other's tile before its own, whose weights were there half a turn ago, then its own. So one is
+/// in its softmax while the other's products pass, and each waits only for what the other did before. `top` of a tile
+/// is that of the one before or larger: each softmax needs the other's, so that turns stay turns.
+///
+/// Hazards. A tile's weights, maxima and flag are announced at an mbarrier of the warpgroup and buffer (two each), for
+/// which both wait once. What tile n wrote there is overwritten for tile n + 4, which lies in the same stage: both have
+/// released tile n, behind the product that read its weights. Its maxima are also read with tile n + 1; but its owner
+/// had to wait for tile n + 3, which the other announces after its products of tile n + 1.
+__device__ inline void consume_turns(const Dense& p, const Schedule& schedule, Shared8& s, unsigned char* query,
+                                     unsigned char* stages, unsigned char* weights, int part, int lane_block) {
+  using C = Config<kLanes>;
+  constexpr int kEights = kLanes / 8;
+  const int self = static_cast<int>(uniform(threadIdx.x / 128));
+  const int tid = threadIdx.x % 128, warp = static_cast<int>(uniform(tid / 32)), lane = tid % 32;
+  const int g = lane / 4, t = lane % 4;
+  const int lane0 = lane_block * kLanes;
+  const float scale_log2 = p.softmax_scale * kLog2E;
+  const uint32_t stage_address = shared_address(stages), weight_address = shared_address(weights);
+  const uint32_t value_at = static_cast<uint32_t>(2 * self * kBlockBytes + lane * 128 + ((warp ^ (lane % 8)) * 16));
+  const int row = 16 * warp + g;  // of a tile's keys, and row + 8
+  // Of a thread's word of weights: lane 8 j + 2 t + g % 2, four keys. Bytes: see consume().
+  const int lane_of_word = 2 * t + g % 2;
+  unsigned char* const weight_store =
+      weights + lane_of_word * 128 + ((4 * self + warp) ^ lane_of_word) * 16 + g / 2 * 4;
+  const uint32_t order = g % 2 == 0 ? 0x5140 : 0x3726;
+  const bool slot_of_group = schedule.num_slots == schedule.num_groups;
+  const bool writes_cut = threadIdx.x == 0 && lane_block == 0;
+  if (writes_cut && !slot_of_group) schedule.cuts[part] = {-1, part, 1, 0};
+  int count = 0;        // tiles consumed
+  uint32_t phases = 0;  // of s.announced[owner][buffer]: bit 2 owner + buffer
+  Walk walk(s);
+  while (walk.next(p, schedule, s, part)) {
+    Dense::Place place;
+    p.place(place, walk.group - 1);
+    const int lanes = max(0, min(kLanes, static_cast<int>(place.num_rows) * p.num_heads - lane0));
+
+    // ---- Q: four threads a lane, all loads under way before the last group's is overwritten ----
+    {
+      const int l = threadIdx.x / 4, quarter = threadIdx.x % 4;
+      const int of_row = (lane0 + l) / p.num_heads, head = lane0 + l - of_row * p.num_heads;
+      const bool real = l < lanes;
+      constexpr int kPieces = kWidth / 16 / 4;
+      uint4 v[kPieces];
+      const auto* from = reinterpret_cast<const unsigned char*>(p.q) + (place.first_row + of_row) * p.q_row_stride +
+                         head * p.q_head_stride + 16 * quarter;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i)
+        v[i] = real ? *reinterpret_cast<const uint4*>(from + 64 * i) : uint4{0, 0, 0, 0};
+      named_barrier_sync(1, kConsumerThreads);  // nobody still reads the last group's
+      if (quarter == 0) {
+        s.row_of_lane[l] = of_row;
+        s.bounds[l] = real ? static_cast<int>(p.keys_of(place, of_row)) : 0;
+      }
+      s.turn_top[quarter][l] = ordered(-INFINITY);
+      s.high[quarter / 2][quarter % 2][l] = ordered(-INFINITY);
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        const int piece = 4 * i + quarter;
+        *reinterpret_cast<uint4*>(query + piece / 8 * C::kQueryBlock + l * 128 + ((piece % 8) ^ (l % 8)) * 16) = v[i];
+      }
+    }
+    fence_async_shared();
+    named_barrier_sync(1, kConsumerThreads);
+    const int tiles = walk.last_tile - walk.first_tile;
+
+    float o[kParts64][kLanes / 2];
+#pragma unroll
+    for (auto& m : o)
+#pragma unroll
+      for (float& x : m) x = 0.0f;
+    float sum[2 * kEights];
+#pragma unroll
+    for (float& x : sum) x = 0.0f;
+
+    auto wait_loaded = [&](int i) {
+      mbarrier_wait(&s.loaded[(count + i) % kTileStages], (count + i) / kTileStages & 1);
+    };
+    auto wait_announced = [&](int i) {  // tile i's weights; once a tile
+      const uint32_t which = i % 2 * 2 + i / 2 % 2;
+      mbarrier_wait(&s.announced[which / 2][which % 2], phases >> which & 1);
+      phases ^= 1u << which;
+    };
+
+#pragma unroll 1
+    for (int own = self; own <= tiles; own += 2) {  // own == tiles: only the other's last tile is left
+      const int slot = own % kTurnSlots, before = (own + kTurnSlots - 1) % kTurnSlots;
+      const int buffer = own / 2 % 2, stage = (count + own) % kTileStages;
+      float score[kLanes / 2];
+      if (own < tiles) {
+        // ---- scores ----
+        const int first_key = (walk.first_tile + own) * kKeys;
+        const bool inside = first_key + kKeys <= s.bounds[0];
+        wait_loaded(own);
+        if (!inside) {
+          mend_tile8(stages + stage * kTileBytes8, s.states[stage], first_key, s.bounds[0], s.bounds[max(lanes, 1) - 1],
+                     tid);
+          named_barrier_sync(2 + self, 128);
+        }
+        {
+          const uint64_t keys = k_major(uniform(stage_address + stage * kTileBytes8)),
+                         queries = k_major(uniform(shared_address(query)));
+          wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < kLatentSteps + kRopeSteps; ++k)
+            wgmma_e4m3_ss(score, keys + descriptor_step(k / 4 * kBlockBytes + k % 4 * 32),
+                          queries + descriptor_step(k / 4 * C::kQueryBlock + k % 4 * 32), k > 0);
+          wgmma_commit();
+          wgmma_wait<0>();
+          hold_registers(score);
+        }
+        const uint32_t state0 = s.states[stage][row], state1 = s.states[stage][row + 8];
+        if (!__all_sync(0xffffffffu, inside && state0 == kPresent && state1 == kPresent)) {
+          const float add0 = state0 == kMarked ? NAN : 0.0f, add1 = state1 == kMarked ? NAN : 0.0f;
+#pragma unroll
+          for (int j = 0; j < kEights; ++j)
+#pragma unroll
+            for (int x = 0; x < 2; ++x) {
+              const int bound = s.bounds[8 * j + 2 * t + x] - first_key;
+              score[4 * j + x] = state0 == kAbsent || row >= bound ? -INFINITY : score[4 * j + x] + add0;
+              score[4 * j + 2 + x] = state1 == kAbsent || row + 8 >= bound ? -INFINITY : score[4 * j + 2 + x] + add1;
+            }
+        }
+        // ---- maxima of this tile: as in consume() ----
+        {
+          float m[2 * kEights];
+#pragma unroll
+          for (int c = 0; c < 2 * kEights; ++c) m[c] = fmaxf(score[c / 2 * 4 + c % 2], score[c / 2 * 4 + 2 + c % 2]);
+          auto halve = [&](auto of) {
+            constexpr int kLeft = decltype(of)::value;
+            const bool upper = (g & kLeft) != 0;
+#pragma unroll
+            for (int c = 0; c < 2 * kLeft; ++c) {
+              const float low = m[c], high = m[c + 2 * kLeft];
+              m[c] = fmaxf(upper ? high : low, __shfl_xor_sync(0xffffffffu, upper ? low : high, 4 * kLeft));
+            }
+          };
+          halve(std::integral_constant<int, 4>{});
+          halve(std::integral_constant<int, 2>{});
+          halve(std::integral_constant<int, 1>{});
+#pragma unroll
+          for (int x = 0; x < 2; ++x)
+            if (m[x] > -INFINITY) raise(&s.high[self][buffer][8 * g + 2 * t + x], ordered(m[x] * scale_log2));
+        }
+        named_barrier_sync(2 + self, 128);
+      }
+      if (own > 0) wait_announced(own - 1);
+      if (own < tiles) {
+        // ---- what the weights of this tile are relative to, a thread for each lane ----
+        if (tid < kLanes) {
+          const int high = s.high[self][buffer][tid], old = s.turn_top[before][tid], now = max(high, old);
+          const int summed = s.turn_top[slot ^ 2][tid];  // after the last own tile
+          const float top = from_ordered(now);
+          auto factor = [&](int from) { return now == from ? 1.0f : exp2_fast(from_ordered(from) - top); };
+          s.turn_top[slot][tid] = now;
+          // Where nothing has been seen yet -inf stays -inf, a weight of 0.
+          s.shift[self][tid] = now == ordered(-INFINITY) ? 0.0f : top - kWeightExponent;
+          s.sum_factor[self][tid] = factor(summed);
+          s.value_factor[slot][tid] = factor(old);
+          s.high[self][buffer ^ 1][tid] = ordered(-INFINITY);  // of the next own tile
+          const bool moved = __any_sync(0xffffffffu, now != old);
+          if (lane == 0) s.moved[slot][warp] = moved;
+        }
+        named_barrier_sync(2 + self, 128);
+        // ---- weights ----
+#pragma unroll
+        for (int j = 0; j < kEights; ++j) {
+          float w[4];  // as the scores
+          const int l = 8 * j + 2 * t;
+          const float2 shift = *reinterpret_cast<const float2*>(&s.shift[self][l]),
+                       by = *reinterpret_cast<const float2*>(&s.sum_factor[self][l]);
+          w[0] = exp2_fast(fmaf(score[4 * j], scale_log2, -shift.x));
+          w[1] = exp2_fast(fmaf(score[4 * j + 1], scale_log2, -shift.y));
+          w[2] = exp2_fast(fmaf(score[4 * j + 2], scale_log2, -shift.x));
+          w[3] = exp2_fast(fmaf(score[4 * j + 3], scale_log2, -shift.y));
+          sum[2 * j] = fmaf(sum[2 * j], by.x, w[0] + w[2]);
+          sum[2 * j + 1] = fmaf(sum[2 * j + 1], by.y, w[1] + w[3]);
+          const uint32_t mine = pack_e4m3(w[0], w[2]) | pack_e4m3(w[1], w[3]) << 16;  // as in consume()
+          const uint32_t other = __shfl_xor_sync(0xffffffffu, mine, 4);
+          *reinterpret_cast<uint32_t*>(weight_store + buffer * C::kWeightBytes + 1024 * j) =
+              __byte_perm(mine, other, order);
+        }
+        fence_async_shared();
+        mbarrier_arrive(&s.announced[self][buffer]);
+      }
+
+      // ---- P V: the other's tile, then this warpgroup's ----
+#pragma unroll 1
+      for (int i = max(own - 1, 0); i <= min(own, tiles - 1); ++i) {
+        if (i == own) wait_announced(i);
+        else wait_loaded(i);
+        const int of_slot = i % kTurnSlots;
+        const int2 moved = *reinterpret_cast<const int2*>(s.moved[of_slot]);
+        if ((moved.x | moved.y) != 0) {
+#pragma unroll
+          for (int j = 0; j < kEights; ++j)
+#pragma unroll
+            for (int x = 0; x < 2; ++x) {
+              const float factor = s.value_factor[of_slot][8 * j + 2 * t + x];
+#pragma unroll
+              for (auto& e : o) e[4 * j + x] *= factor, e[4 * j + 2 + x] *= factor;
+            }
+        }
+        const uint32_t tile_at = stage_address + (count + i) % kTileStages * kTileBytes8 + value_at;
+        const uint64_t weight_operand = k_major(uniform(weight_address + i / 2 % 2 * C::kWeightBytes + i % 2 * 64));
+        uint32_t a[2][kParts64][4];
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {  // 32 keys each
+#pragma unroll
+          for (int m = 0; m < kParts64; ++m) {
+            uint32_t v[4];
+            ldmatrix_x4_trans(v, (tile_at ^ m % 2 * 64) + k * (32 * 128) + m / 2 * kBlockBytes);
+            a[k][m][0] = __byte_perm(v[0], v[1], 0x6420);
+            a[k][m][1] = __byte_perm(v[0], v[1], 0x7531);
+            a[k][m][2] = __byte_perm(v[2], v[3], 0x6420);
+            a[k][m][3] = __byte_perm(v[2], v[3], 0x7531);
+          }
+          wgmma_fence();
+#pragma unroll
+          for (int m = 0; m < kParts64; ++m) wgmma_e4m3_rs(o[m], a[k][m], weight_operand + descriptor_step(32 * k));
+          wgmma_commit();
+        }
+        wgmma_wait<0>();
+        hold_registers(a[0]), hold_registers(a[1]);
+#pragma unroll
+        for (auto& m : o) hold_registers(m);
+        if (lane < kReleasingLanes) mbarrier_arrive(&s.free[(count + i) % kTileStages]);
+      }
+    }
+    count += tiles;
+
+    // ---- results ----
+    // Sums over eight threads as maxima above: a thread is left with two lanes.
+    auto halve_sums = [&](auto of) {
+      constexpr int kLeft = decltype(of)::value;
+      const bool upper = (g & kLeft) != 0;
+#pragma unroll
+      for (int c = 0; c < 2 * kLeft; ++c) {
+        const float low = sum[c], high = sum[c + 2 * kLeft];
+        sum[c] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, 4 * kLeft);
+      }
+    };
+    halve_sums(std::integral_constant<int, 4>{});
+    halve_sums(std::integral_constant<int, 2>{});
+    halve_sums(std::integral_constant<int, 1>{});
+#pragma unroll
+    for (int x = 0; x < 2; ++x) s.sums[self][warp][8 * g + 2 * t + x] = sum[x];
+    named_barrier_sync(1, kConsumerThreads);
+    p.place(place, walk.group - 1);  // again, rather than kept through the loop
+    const bool complete = walk.first_tile == 0 && walk.last_tile == walk.tiles;
+    if (threadIdx.x < kLanes) {
+      const int l = threadIdx.x, last = tiles - 1;
+      const int top = s.turn_top[last % kTurnSlots][l];
+      float total = 0.0f;
+      for (int i = 0; i < 2;
+           ++i) {                 // the warpgroup of the last tile, and the other, whose sums stand where its tile was
+        const int of = last - i;  // -1: none, a sum of 0
+        const int summed = s.turn_top[(of + kTurnSlots) % kTurnSlots][l];
+        const float by = summed == top ? 1.0f : exp2_fast(from_ordered(summed) - from_ordered(top));
+        for (int w = 0; w < kWarpsEach; ++w) total += s.sums[(of + 2) % 2][w][l] * by;
+      }
+      const bool empty = total == 0.0f;
+      s.inverse[l] = empty ? 0.0f : p.cache.scale / total;
+      const int64_t out_row = place.first_row + s.row_of_lane[l];
+      const int head = lane0 + l - s.row_of_lane[l] * p.num_heads;
+      const int64_t index =
+          ((2 * int64_t{part} + (walk.first_tile == 0)) * schedule.lane_blocks + lane_block) * kLanes + l;
+      s.out_at[l] = l >= lanes ? -1
+                    : complete ? out_row * p.out_row_stride + head * p.out_head_stride
+                               : index * kLatent;
+      if (l < lanes) {
+        const float lse = empty ? -INFINITY : (from_ordered(top) - kWeightExponent + __log2f(total)) * kLn2;
+        if (!complete) p.partial_lse[index] = lse;
+        else if (p.lse != nullptr) p.lse[out_row * p.lse_row_stride + head] = lse;
+      }
+    }
+    named_barrier_sync(1, kConsumerThreads);
+    const int column0 = self * kHalf + 16 * warp + 2 * g;  // of the first product
+    const bool as_bf16 = complete && p.out_dtype == DType::kBf16;
+    unsigned char* const out = static_cast<unsigned char*>(complete ? p.out : static_cast<void*>(p.partial));
+    // A loop, for which what is left of O moves to the front: instructions that run once a call cost 8 cycles each,
+    // coming from the L2 or memory.
+    constexpr int kAtOnce = 2;  // eights
+#pragma unroll 1
+    for (int j0 = 0; j0 < kEights; j0 += kAtOnce) {
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          const int l = 8 * (j0 + j) + 2 * t + x;
+          const int64_t at = s.out_at[l];
+          if (at < 0) continue;
+          const float inverse = s.inverse[l];
+          unsigned char* const to = out + (at + column0) * (as_bf16 ? 2 : 4);
+#pragma unroll
+          for (int m = 0; m < kParts64; ++m) {
+            const float low = o[m][4 * j + x] * inverse, high = o[m][4 * j + 2 + x] * inverse;
+            if (as_bf16) *reinterpret_cast<uint32_t*>(to + 128 * m) = round_to_bf16x2(low, high);
+            else *reinterpret_cast<float2*>(to + 256 * m) = {low, high};
+          }
+        }
+#pragma unroll
+      for (auto& e : o)
+#pragma unroll
+        for (int x = 0; x + 4 * kAtOnce < kLanes / 2; ++x) e[x] = e[x + 4 * kAtOnce];
+    }
+    if (walk.first_tile == 0 && writes_cut)  // of a part the last group that begins in it
+      schedule.cuts[slot_of_group ? walk.group - 1 : part] = {walk.group - 1, part, walk.parts(s, part), 0};
+  }
+}
+
 // Grid: as of absorbed_kernel. combine_kernel follows. p.softmax_scale has the scales of queries and cache in it.
 template <int kColumns>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -479,6 +804,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(&s.loaded[i], 32);
       mbarrier_init(&s.free[i], kConsumerThreads / 32 * kReleasingLanes);
     }
+    for (int i = 0; i < 4; ++i) mbarrier_init(&s.announced[i / 2][i % 2], kConsumerThreads / 2);
     fence_mbarrier_init();
     s.first_group = schedule.num_groups;
     s.end_group = 0;
@@ -491,7 +817,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   find_part(p, schedule, part, s, reinterpret_cast<int*>(weights));
   if (threadIdx.x < kConsumerThreads) {
     register_increase<kOthersRegisters>();
-    consume<kColumns>(p, schedule, s, query, stages, weights, part, lane_block);
+    if constexpr (kColumns == kLanes) consume_turns(p, schedule, s, query, stages, weights, part, lane_block);
+    else consume<kColumns>(p, schedule, s, query, stages, weights, part, lane_block);
   } else {
     register_decrease<kLoaderRegisters>();
     if (threadIdx.x < kConsumerThreads + 32)
