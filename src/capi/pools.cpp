@@ -51,6 +51,17 @@ IndexKPoolOptions options_of(const char* function, const gannet_index_k_pool_opt
           .hadamard = flag_of(function, "hadamard", c.hadamard)};
 }
 
+template <class Pool, class COptions, class Handle>
+gannet_status create_pool(const char* function, const COptions* options, const gannet_memory* memory, Handle** out) {
+  return guard(function, [&] {
+    *given(function, "out", out) = nullptr;
+    const auto o = options_of(function, options);
+    Memory m(function, memory, options->device);
+    Pool pool(o, m.resource());
+    *out = new Handle{std::move(m), std::move(pool)};
+  });
+}
+
 gannet_pool_sizes to_c(const PoolSizes& s) {
   return {sizeof(gannet_pool_sizes), s.token_bytes,        s.page_bytes,
           s.page_stride_bytes,       s.layer_stride_bytes, s.total_bytes};
@@ -79,28 +90,14 @@ gannet_status gannet_index_k_pool_sizes_of(const gannet_index_k_pool_options* op
 
 gannet_status gannet_latent_pool_create(const gannet_latent_pool_options* options, const gannet_memory* memory,
                                         gannet_latent_pool** out) {
-  constexpr const char* kName = "gannet_latent_pool_create";
-  return guard(kName, [&] {
-    *given(kName, "out", out) = nullptr;
-    const LatentPoolOptions o = options_of(kName, options);
-    Memory m(kName, memory, options->device);
-    LatentPool pool(o, m.resource());
-    *out = new gannet_latent_pool{std::move(m), std::move(pool)};
-  });
+  return create_pool<LatentPool>("gannet_latent_pool_create", options, memory, out);
 }
 
 void gannet_latent_pool_free(gannet_latent_pool** pool) { free_handle(pool); }
 
 gannet_status gannet_index_k_pool_create(const gannet_index_k_pool_options* options, const gannet_memory* memory,
                                          gannet_index_k_pool** out) {
-  constexpr const char* kName = "gannet_index_k_pool_create";
-  return guard(kName, [&] {
-    *given(kName, "out", out) = nullptr;
-    const IndexKPoolOptions o = options_of(kName, options);
-    Memory m(kName, memory, options->device);
-    IndexKPool pool(o, m.resource());
-    *out = new gannet_index_k_pool{std::move(m), std::move(pool)};
-  });
+  return create_pool<IndexKPool>("gannet_index_k_pool_create", options, memory, out);
 }
 
 void gannet_index_k_pool_free(gannet_index_k_pool** pool) { free_handle(pool); }
