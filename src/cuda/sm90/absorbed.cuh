@@ -113,6 +113,7 @@ struct Shared {
   uint64_t empty[kStages][2];
   uint64_t weights[2];  // of each warpgroup: P of its tile, its maxima and scales are there
   uint64_t sums;        // both warpgroups' are there
+  uint64_t together;    // all consumers
   float max0[kLanes], max1[kLanes], scale0[kLanes], scale1[kLanes], sum0[kLanes], sum1[kLanes];
   int bounds[kLanes];
   int row_of_lane[kLanes];                    // among the group's
@@ -550,7 +551,13 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
   const bool slot_of_group = schedule.num_slots == schedule.num_groups;
   int count = 0;  // tiles consumed
   constexpr uint32_t kSumsBit = 2;
-  uint32_t parity = 0;  // of the other's weights: bit 0, and of the sums: kSumsBit
+  constexpr uint32_t kTogetherBit = 4;
+  uint32_t parity = 0;  // of the other's weights: bit 0, of the sums: kSumsBit, and of the consumers' meeting
+  auto meet = [&] {     // as bar.sync of the consumers would, but racecheck follows it whatever other barriers were used
+    mbarrier_arrive(&s.together);
+    mbarrier_wait(&s.together, parity / kTogetherBit & 1);
+    parity ^= kTogetherBit;
+  };
   int4 cut = {-1, part, 1, 0};
   Walk walk(s);
   while (walk.next(p, schedule, s, part)) {
@@ -560,7 +567,7 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
 
     // Q: the latent part to shared memory by both warpgroups, the rope part to registers of each. Code is dear here: it
     // runs once, and comes from the L2.
-    named_barrier_sync(1, kConsumerThreads);  // nobody still reads the last group's
+    meet();  // nobody still reads the last group's
     if (threadIdx.x < kLanes) {
       const int l = threadIdx.x, of_row = (lane0 + l) / p.num_heads, head = lane0 + l - of_row * p.num_heads;
       const bool real = l < lanes;
@@ -568,7 +575,7 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
       s.query_at[l] = real ? (g.first_row + of_row) * p.q_row_stride + head * p.q_head_stride : -1;
       s.bounds[l] = real ? static_cast<int>(p.keys_of(g, of_row)) : 0;
     }
-    named_barrier_sync(1, kConsumerThreads);
+    meet();
     uint32_t rope[kRope / 16][4];
     {
       // A thread copies 16-byte piece `piece` of every fourth lane; all loads are under way before the first is stored.
@@ -604,7 +611,7 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
       }
     }
     fence_async_shared();
-    named_barrier_sync(1, kConsumerThreads);
+    meet();
     const int least = s.bounds[0];
 
     float o[kHalf / 2];
@@ -851,7 +858,7 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
       if (quad == 0) (self == 0 ? s.sum0 : s.sum1)[row + 8 * half] = sum[half];
     }
     mbarrier_arrive(&s.sums);
-    mbarrier_wait(&s.sums, parity / kSumsBit);
+    mbarrier_wait(&s.sums, parity / kSumsBit & 1);
     parity ^= kSumsBit;
     p.place(g, walk.group - 1);  // again, rather than kept through the loop
     const bool complete = walk.first_tile == 0 && walk.last_tile == walk.tiles;
@@ -953,6 +960,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     for (uint64_t& b : s.weights) mbarrier_init(&b, kConsumerThreads / 2);
     mbarrier_init(&s.sums, kConsumerThreads);
+    mbarrier_init(&s.together, kConsumerThreads);
     fence_mbarrier_init();
     s.first_group = schedule.num_groups;
     s.end_group = 0;

@@ -227,12 +227,12 @@ __device__ inline void consume(const Problem& p, Shared& s, unsigned char* share
     const int num_rows = same_in_warp(t.num_rows);
     if (num_rows == 0) break;
     const Extent extent(t);
-    if (extent.tiles == 0) release(&s.q_empty);
+    if (extent.tiles == 0) mbarrier_arrive(&s.q_empty);
     if (group * kGroupRows >= num_rows) {  // no rows: keep the producer going
       for (int j = 0; j < extent.tiles; ++j, ++count) {
         mbarrier_wait(&s.k_full[count % kStages], count / kStages & 1);
         release(&s.k_empty[count % kStages]);
-        if (j == extent.tiles - 1) release(&s.q_empty);
+        if (j == extent.tiles - 1) mbarrier_arrive(&s.q_empty);
         mbarrier_wait(&s.v_full[count % kStages], count / kStages & 1);
         release(&s.v_empty[count % kStages]);
       }
@@ -300,7 +300,7 @@ __device__ inline void consume(const Problem& p, Shared& s, unsigned char* share
       wgmma_wait<0>();
       hold_registers(score);
       release(&s.k_empty[count % kStages]);
-      if (extent.tiles == 1) release(&s.q_empty);
+      if (extent.tiles == 1) mbarrier_arrive(&s.q_empty);
       softmax.step(score, scale, factor);  // nothing to rescale yet
       pack_weights();
 #pragma unroll 1
@@ -315,7 +315,7 @@ __device__ inline void consume(const Problem& p, Shared& s, unsigned char* share
         wgmma_wait<1>();
         hold_registers(score);
         release(&s.k_empty[k_stage]);
-        if (j == extent.tiles - 1) release(&s.q_empty);
+        if (j == extent.tiles - 1) mbarrier_arrive(&s.q_empty);
         softmax.step(score, scale, factor);
         // ptxas moves exponentials behind the wait, where nothing covers them, unless a branch needs their sum.
         if (softmax.sum[0] < 0.0f || softmax.sum[1] < 0.0f) __trap();
@@ -347,7 +347,7 @@ __device__ inline void consume(const Problem& p, Shared& s, unsigned char* share
       wgmma_wait<0>();
       hold_registers(score);
       release(&s.k_empty[stage]);
-      if (j == extent.tiles - 1) release(&s.q_empty);
+      if (j == extent.tiles - 1) mbarrier_arrive(&s.q_empty);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int bound = t.sees(row + 8 * half) - first - 2 * quad;
@@ -436,7 +436,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   Shared& s = *reinterpret_cast<Shared*>(shared + kTileBytes);
   if (threadIdx.x == 0) {
     mbarrier_init(&s.q_full, 1);
-    mbarrier_init(&s.q_empty, kConsumerWarps);
+    mbarrier_init(&s.q_empty, kConsumerThreads);
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&s.k_full[i], 1);
       mbarrier_init(&s.v_full[i], 1);
