@@ -105,7 +105,7 @@ void launch(const char* function, void (*kernel)(Problem, Schedule, CUtensorMap)
   schedule.early[1] = early_list(p, blocks);
   launch_kernel(function, kernel, {.blocks = blocks, .threads = kThreads, .shared_bytes = shared_bytes}, c.stream, p,
                 schedule, map);
-  const int64_t merges = int64_t{l.num_slots} * s.lanes_per_group * kSlices;  // as many as there can be
+  const int64_t merges = int64_t{l.num_slots} * s.lanes_per_group * kHalves;  // as many as there can be
   launch_kernel(function, combine_kernel<Problem>,
                 {.blocks = std::min<int64_t>(2 * l.sms, merges), .threads = kCombineThreads}, c.stream, p, schedule);
 }

@@ -991,262 +991,119 @@ __global__ void __launch_bounds__(kThreads, 1)
 // ---- merge ------------------------------------------------------------------------------------------------------
 
 constexpr int kCombineThreads = 512, kCombineWarps = kCombineThreads / 32;
-constexpr int kColumnsAtOnce = 128;                   // of a warp, 16 bytes a thread
-constexpr int kSlices = kLatent / kColumnsAtOnce;     // 4
-constexpr int kFewLanes = 4;                          // lanes of a block where groups have few parts,
-constexpr int kFewWarps = kCombineWarps / kFewLanes;  // and warps of each
+constexpr int kColumnsAtOnce = 128;                    // 16 bytes of each thread of a warp
+constexpr int kHalves = kLatent / kColumnsAtOnce / 2;  // of a lane's columns; a warp sums one of them
+constexpr int kPartsAtOnce = 4;                        // of a warp, their loads under way together
 struct CombineShared {
   int4 cuts[kMaxParts];
-  int counts[kCombineWarps], most[kCombineWarps];
-  union {
-    float4 few[kFewLanes][kFewWarps][kSlices][32];
-    float4 many[kCombineWarps][32];
-  };
+  int num_cuts, most_parts;
+  float4 sums[kCombineWarps][2][32];
 };
 
 __device__ inline float larger_or_nan(float a, float b) { return b > a || isnan(b) ? b : a; }
 
-__device__ inline void store_columns(const Common& p, int64_t row, int head, int column, float4 x) {
-  const int64_t at = row * p.out_row_stride + head * p.out_head_stride + column;
-  if (p.out_dtype == DType::kBf16)
-    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + at) = {pack_bf16(x.x, x.y), pack_bf16(x.z, x.w)};
-  else *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = x;
-}
-
-/// Merges the parts of the groups that were cut, in the order of their keys. Blocks take turns at what there is to do:
-/// four lanes of a group of few parts, or a lane, or 128 columns of one, of a group of many.
+/// Merges the parts of the groups that were cut, in the order of their keys. An item is half of the columns of a lane;
+/// as many warps share one as leave each four parts at most, where a block has so many. That depends on the groups'
+/// lengths alone, not on the number of blocks: sums of a call do not change with what its buffers have room for. One
+/// way for all of them: instructions that run once a call cost 8 cycles each, and of three ways with all loads
+/// unrolled this kernel had 3,280, a thousand of them on the way of one call.
 template <class Problem>
 __global__ void __launch_bounds__(kCombineThreads, 2)
     combine_kernel(const __grid_constant__ Problem p, const Schedule schedule) {
-  wait_for_stream();
-  let_next_start();
   __shared__ CombineShared s;
   const int tid = threadIdx.x, warp = tid / 32, in_warp = tid % 32;
-  // The groups that were cut, in order: of up to 32 slots each warp knows for itself.
-  const bool by_warp = schedule.num_slots <= 32;
-  const int slot_index = by_warp ? in_warp : tid;
-  int4 own = {-1, 0, 1, 0};
-  if (slot_index < schedule.num_slots) own = schedule.cuts[slot_index];
-  const bool is_cut = own.x >= 0 && own.z > 1;
-  const uint32_t votes = __ballot_sync(0xffffffffu, is_cut);
-  int num_cuts = __popc(votes), most_parts = __reduce_max_sync(0xffffffffu, is_cut ? own.z : 0);
-  if (!by_warp) {
-    if (in_warp == 0) s.counts[warp] = num_cuts, s.most[warp] = most_parts;
-    __syncthreads();
-    int before = 0;
-    num_cuts = most_parts = 0;
-    for (int w = 0; w < kCombineWarps; ++w) {
-      if (w < warp) before += s.counts[w];
-      num_cuts += s.counts[w];
-      most_parts = max(most_parts, s.most[w]);
+  if (tid == 0) s.num_cuts = s.most_parts = 0;
+  wait_for_stream();
+  let_next_start();
+  __syncthreads();
+  static_assert(kMaxParts <= kCombineThreads);
+  if (tid < schedule.num_slots) {
+    const int4 cut = schedule.cuts[tid];
+    if (cut.x >= 0 && cut.z > 1) {
+      s.cuts[atomicAdd(&s.num_cuts, 1)] = cut;
+      atomicMax(&s.most_parts, cut.z);
     }
-    if (is_cut) s.cuts[before + __popc(votes & ((1u << in_warp) - 1))] = own;
-    __syncthreads();
   }
-  auto cut_of = [&](int n) {  // warps alike
-    if (!by_warp) return s.cuts[n];
-    uint32_t rest = votes;
+  __syncthreads();
+  int bits = 0;  // warps of an item: 2^bits
+  while (1 << bits < kCombineWarps && kPartsAtOnce << bits < s.most_parts) ++bits;
+  const int shared_by = 1 << bits, first = warp & (shared_by - 1), first_warp = warp - first;
+  const uint32_t items_at_once = kCombineWarps >> bits;
+  const uint32_t lanes = static_cast<uint32_t>(p.lanes_per_group()), items = s.num_cuts * lanes * kHalves;
 #pragma unroll 1
-    for (int i = 0; i < n; ++i) rest &= rest - 1;
-    const int from = __ffs(static_cast<int>(rest)) - 1;
-    return int4{__shfl_sync(0xffffffffu, own.x, from), __shfl_sync(0xffffffffu, own.y, from),
-                __shfl_sync(0xffffffffu, own.z, from), 0};
-  };
-  const int lanes = static_cast<int>(p.lanes_per_group());
-  // A few thousand partial results: 32 bits.
-  auto index_of = [&](const int4& cut, int i, int lane) {
-    return ((2 * (cut.y + i) + (i == 0)) * schedule.lane_blocks + lane / kLanes) * kLanes + lane % kLanes;
-  };
-  auto finish = [&](const int4& cut, int lane, int column, float4 total, float top, float sum) {
-    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-    total.x *= inverse, total.y *= inverse, total.z *= inverse, total.w *= inverse;
+  for (uint32_t base = blockIdx.x * items_at_once; base < items; base += gridDim.x * items_at_once) {
+    const uint32_t item = min(base + (warp >> bits), items - 1);  // the last one more than once rather than a branch
+    const uint32_t of_cut = item / kHalves / lanes, lane = item / kHalves - of_cut * lanes, half = item % kHalves;
+    const int4 cut = s.cuts[of_cut];
+    // A few thousand partial results: 32 bits.
+    auto index_of = [&](int i) {
+      return static_cast<uint32_t>(((2 * (cut.y + i) + (i == 0)) * schedule.lane_blocks + lane / kLanes) * kLanes +
+                                   lane % kLanes);
+    };
+    auto weight_of = [](float l, float top) { return l == -INFINITY ? 0.0f : __expf(l - top); };  // top may be, too
+    float4 o[2] = {};
+    float top = -INFINITY, sum = 0.0f;
+#pragma unroll 1
+    for (int i = first; i == first || i < cut.z; i += kPartsAtOnce * shared_by) {
+      float4 x[kPartsAtOnce][2];
+      float of_part[kPartsAtOnce];
+#pragma unroll
+      for (int k = 0; k < kPartsAtOnce; ++k) {
+        of_part[k] = -INFINITY;
+        if (i + k * shared_by >= cut.z) continue;
+        const uint32_t index = index_of(i + k * shared_by);
+        const auto* row = reinterpret_cast<const float4*>(p.partial + index * kLatent) + half * 64 + in_warp;
+        x[k][0] = row[0], x[k][1] = row[32];
+        of_part[k] = p.partial_lse[index];
+      }
+      if (i == first) {  // the sum of all weights, while they are under way
+#pragma unroll 1
+        for (int n = in_warp; n < cut.z; n += 32) top = larger_or_nan(top, p.partial_lse[index_of(n)]);
+#pragma unroll
+        for (int offset = 16; offset > 0; offset /= 2)
+          top = larger_or_nan(top, __shfl_xor_sync(0xffffffffu, top, offset));
+#pragma unroll 1
+        for (int n = in_warp; n < cut.z; n += 32) sum += weight_of(p.partial_lse[index_of(n)], top);
+#pragma unroll
+        for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+      }
+#pragma unroll
+      for (int k = 0; k < kPartsAtOnce; ++k) {
+        if (of_part[k] == -INFINITY) continue;  // an empty piece: not read, whatever it holds
+        const float w = weight_of(of_part[k], top);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          o[c].x = fmaf(w, x[k][c].x, o[c].x), o[c].y = fmaf(w, x[k][c].y, o[c].y);
+          o[c].z = fmaf(w, x[k][c].z, o[c].z), o[c].w = fmaf(w, x[k][c].w, o[c].w);
+        }
+      }
+    }
+    // Warps in order; where several share an item, the first two finish 128 columns each.
+    s.sums[warp][0][in_warp] = o[0], s.sums[warp][1][in_warp] = o[1];
+    __syncthreads();
+    const float inverse = sum == 0.0f ? 0.0f : __frcp_rn(sum);
     typename Problem::Place g;
     p.place(g, cut.x);
-    const int64_t row = g.first_row + lane / p.num_heads;
-    const int head = lane % p.num_heads;
-    store_columns(p, row, head, column, total);
-    if (p.lse != nullptr && column == 0)
-      p.lse[row * p.lse_row_stride + head] = sum == 0.0f ? -INFINITY : top + logf(sum);
-  };
-
-  // There are cuts only where all lanes fit the chip at once: these are small numbers.
-  if (most_parts >= kManyParts && num_cuts * lanes <= static_cast<int>(gridDim.x)) {
-    // Sixteen warps over the parts of 128 columns, where that leaves no more to do than there are blocks; else four
-    // over the parts of all columns.
-    const bool narrow = num_cuts * lanes * kSlices <= static_cast<int>(gridDim.x);
-    const int pieces = narrow ? kSlices : 1, step = narrow ? kCombineWarps : kCombineWarps / kSlices;
-    const int start = narrow ? warp : warp / kSlices, items = num_cuts * lanes * pieces;
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-      const int slice = narrow ? item % kSlices : warp % kSlices, lane = item / pieces % lanes;
-      const int4 cut = cut_of(item / pieces / lanes);
-      auto column_of = [&](int i) {
-        return reinterpret_cast<const float4*>(p.partial + int64_t{index_of(cut, i, lane)} * kLatent +
-                                               slice * kColumnsAtOnce) +
-               in_warp;
-      };
-      // Every load at once: this warp's columns and their LSEs, and for the weights' sum everybody's LSEs.
-      constexpr int kAhead = 8;
-      float4 x[kAhead];
-      float of_part[kAhead];
-      auto load = [&](int base) {
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          const int i = base + j * step;
-          x[j] = i < cut.z ? *column_of(i) : float4{0, 0, 0, 0};
-          of_part[j] = i < cut.z ? p.partial_lse[index_of(cut, i, lane)] : -INFINITY;
-        }
-      };
-      load(start);
-      constexpr int kEach = kMaxParts / 32;
-      float all[kEach];
-      float top = -INFINITY, sum = 0.0f;
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) {
-        const int i = in_warp + 32 * j;
-        all[j] = i < cut.z ? p.partial_lse[index_of(cut, i, lane)] : -INFINITY;
-      }
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) top = larger_or_nan(top, all[j]);
-      for (int offset = 16; offset > 0; offset /= 2)
-        top = larger_or_nan(top, __shfl_xor_sync(0xffffffffu, top, offset));
-      auto weight_of = [&](float l) { return l == -INFINITY ? 0.0f : __expf(l - top); };  // no key: nothing, top may be
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) sum += weight_of(all[j]);
-      for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-      float4 o{0, 0, 0, 0};
+    const int of_row = static_cast<int>(lane) / p.num_heads, head = static_cast<int>(lane) - of_row * p.num_heads;
+    const int64_t row = g.first_row + of_row;
 #pragma unroll 1
-      for (int base = start;;) {
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          if (of_part[j] == -INFINITY) continue;  // an empty piece: not read, whatever it holds
-          const float w = weight_of(of_part[j]);
-          o.x = fmaf(w, x[j].x, o.x), o.y = fmaf(w, x[j].y, o.y), o.z = fmaf(w, x[j].z, o.z),
-          o.w = fmaf(w, x[j].w, o.w);
-        }
-        base += kAhead * step;
-        if (base >= cut.z) break;
-        load(base);
-      }
-      s.many[warp][in_warp] = o;
-      __syncthreads();
-      if (warp < kSlices / pieces) {  // a warp for each slice of this item: 0 of one, 0..3 of four
-        float4 total = s.many[warp][in_warp];
-        const int stride = narrow ? 1 : kSlices;
-#pragma unroll 5
-        for (int w = warp + stride; w < kCombineWarps; w += stride) {
-          const float4 v = s.many[w][in_warp];
-          total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
-        }
-        finish(cut, lane, slice * kColumnsAtOnce + 4 * in_warp, total, top, sum);
-      }
-      __syncthreads();
-    }
-    return;
-  }
-
-  // Few parts: each warp for itself takes half of the columns of a lane, all loads of four parts at once.
-  if (most_parts < kManyParts) {
-    constexpr int kHalves = kSlices / 2, kAhead = 4;
-    const int items = num_cuts * lanes * kHalves;
-    for (int item = static_cast<int>(blockIdx.x) * kCombineWarps + warp; item < items;
-         item += static_cast<int>(gridDim.x) * kCombineWarps) {
-      const int half = item % kHalves, lane = item / kHalves % lanes;
-      const int4 cut = cut_of(item / kHalves / lanes);
-      float4 x[kAhead][2];
-      auto load = [&](int base) {
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j)
-#pragma unroll
-          for (int c = 0; c < 2; ++c)
-            x[j][c] =
-                base + j < cut.z
-                    ? reinterpret_cast<const float4*>(p.partial + int64_t{index_of(cut, base + j, lane)} * kLatent +
-                                                      (2 * half + c) * kColumnsAtOnce)[in_warp]
-                    : float4{0, 0, 0, 0};
-      };
-      load(0);
-      const float l = in_warp < cut.z ? p.partial_lse[index_of(cut, in_warp, lane)] : -INFINITY;
-      float top = l;
-      for (int offset = 16; offset > 0; offset /= 2)
-        top = larger_or_nan(top, __shfl_xor_sync(0xffffffffu, top, offset));
-      const float weight = l == -INFINITY ? 0.0f : __expf(l - top);
-      float sum = weight;
-      for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-      float4 o[2] = {};
+    for (int c = first; c < 2; c += shared_by) {
+      float4 total = s.sums[first_warp][c][in_warp];
 #pragma unroll 1
-      for (int base = 0;;) {
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          const float w = __shfl_sync(0xffffffffu, weight, base + j);
-          const bool seen = __shfl_sync(0xffffffffu, l, base + j) != -INFINITY;
-          if (!seen) continue;  // an empty piece: not read, whatever it holds
-#pragma unroll
-          for (int c = 0; c < 2; ++c)
-            o[c].x = fmaf(w, x[j][c].x, o[c].x), o[c].y = fmaf(w, x[j][c].y, o[c].y),
-            o[c].z = fmaf(w, x[j][c].z, o[c].z), o[c].w = fmaf(w, x[j][c].w, o[c].w);
-        }
-        base += kAhead;
-        if (base >= cut.z) break;
-        load(base);
-      }
-#pragma unroll
-      for (int c = 0; c < 2; ++c) finish(cut, lane, (2 * half + c) * kColumnsAtOnce + 4 * in_warp, o[c], top, sum);
-    }
-    return;
-  }
-
-  const int lane_groups = (lanes + kFewLanes - 1) / kFewLanes;
-  const int items = num_cuts * lane_groups;
-  const int slot = warp / kFewWarps, quarter = warp % kFewWarps;
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const int4 cut = cut_of(item / lane_groups);
-    const int lane = item % lane_groups * kFewLanes + slot;
-    const bool real = lane < lanes;
-    auto row_of = [&](int i) {
-      return reinterpret_cast<const float4*>(p.partial + int64_t{index_of(cut, i, lane)} * kLatent) + in_warp;
-    };
-    float4 first_row[kSlices];  // of this warp's first part, under way while the weights are found
-#pragma unroll
-    for (int c = 0; c < kSlices; ++c)
-      first_row[c] = real && quarter < cut.z ? row_of(quarter)[32 * c] : float4{0, 0, 0, 0};
-    auto lse_of = [&](int i) { return real && i < cut.z ? p.partial_lse[index_of(cut, i, lane)] : -INFINITY; };
-    const float first = lse_of(in_warp);
-    float top = first;
-    for (int i = in_warp + 32; i < cut.z; i += 32) top = larger_or_nan(top, lse_of(i));
-    for (int offset = 16; offset > 0; offset /= 2) top = larger_or_nan(top, __shfl_xor_sync(0xffffffffu, top, offset));
-    float sum = 0.0f;
-    float4 o[kSlices] = {};
-#pragma unroll 1
-    for (int base = 0; base < cut.z; base += 32) {
-      const float l = base == 0 ? first : lse_of(base + in_warp);
-      const float weight = l == -INFINITY ? 0.0f : __expf(l - top);
-      float part_sum = weight;
-      for (int offset = 16; offset > 0; offset /= 2) part_sum += __shfl_xor_sync(0xffffffffu, part_sum, offset);
-      sum += part_sum;
-#pragma unroll 2
-      for (int i = quarter; i < min(32, cut.z - base); i += kFewWarps) {
-        const float w = __shfl_sync(0xffffffffu, weight, i);
-        if (__shfl_sync(0xffffffffu, l, i) == -INFINITY) continue;  // an empty piece, or no such lane
-        const float4* row = row_of(base + i);
-#pragma unroll
-        for (int c = 0; c < kSlices; ++c) {
-          const float4 v = base + i == quarter ? first_row[c] : row[32 * c];
-          o[c].x = fmaf(w, v.x, o[c].x), o[c].y = fmaf(w, v.y, o[c].y), o[c].z = fmaf(w, v.z, o[c].z),
-          o[c].w = fmaf(w, v.w, o[c].w);
-        }
-      }
-    }
-#pragma unroll
-    for (int c = 0; c < kSlices; ++c) s.few[slot][quarter][c][in_warp] = o[c];
-    __syncthreads();
-    if (real) {
-      float4 total = s.few[slot][0][quarter][in_warp];
-      for (int w = 1; w < kFewWarps; ++w) {
-        const float4 v = s.few[slot][w][quarter][in_warp];
+      for (int w = 1; w < shared_by; ++w) {
+        const float4 v = s.sums[first_warp + w][c][in_warp];
         total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
       }
-      finish(cut, lane, quarter * kColumnsAtOnce + 4 * in_warp, total, top, sum);
+      total.x *= inverse, total.y *= inverse, total.z *= inverse, total.w *= inverse;
+      const int64_t at = row * p.out_row_stride + head * p.out_head_stride +
+                         (2 * static_cast<int>(half) + c) * kColumnsAtOnce + 4 * in_warp;
+      if (p.out_dtype == DType::kBf16)
+        *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + at) = {pack_bf16(total.x, total.y),
+                                                                         pack_bf16(total.z, total.w)};
+      else *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = total;
     }
+    if (p.lse != nullptr && half == 0 && first == 0 && in_warp == 0)
+      p.lse[row * p.lse_row_stride + head] = sum == 0.0f ? -INFINITY : top + __logf(sum);
     __syncthreads();
   }
 }

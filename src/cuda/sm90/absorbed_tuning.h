@@ -25,11 +25,6 @@ constexpr int kMinPiece = 2;
 /// piece of sqrt(kPartTiles * total) tiles.
 constexpr float kPartTiles = 0.038f;
 
-/// From so many parts of a group on the merge takes a lane a block, or 128 columns of it, if there are blocks enough
-/// for all of them at once; else four lanes a block. 8 requests of 64 heads with 2,048 keys (16 parts each) took 52.2
-/// us with 8 rounds of the former, 24.8 with the latter; with 8,192 keys 45.7 with 2 rounds, 39.1 with the latter.
-constexpr int kManyParts = 12;
-
 /// So many tiles before they are loaded gathered rows are asked for from memory, so that the L2 answers their load.
 /// Sparse decode gained 3 % in the mean, 64 requests of 128 heads 9 %. Pages lose by it: 2 tiles ahead took 715 us where
 /// none took 637 (128 requests of 16 heads, 16,384 keys), and 648 where none took 593 (64 of 128 heads).
