@@ -125,8 +125,8 @@ void launch_fp8(const char* function, Dense& p, const Shape& s, Device device, c
 
 template <int kColumns>
 void launch_packed(const char* function, Dense& p, const Shape& s, Device device, const RunContext& c) {
-  launch<Dense>(function, packed::absorbed_packed_kernel<kColumns>, packed::Config<kColumns>::kSharedBytes, p, s, device,
-                c, CUtensorMap{});
+  launch<Dense>(function, packed::absorbed_packed_kernel<kColumns>, packed::Config<kColumns>::kSharedBytes, p, s,
+                device, c, CUtensorMap{});
 }
 
 }  // namespace

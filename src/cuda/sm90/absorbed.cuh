@@ -553,7 +553,7 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
   constexpr uint32_t kSumsBit = 2;
   constexpr uint32_t kTogetherBit = 4;
   uint32_t parity = 0;  // of the other's weights: bit 0, of the sums: kSumsBit, and of the consumers' meeting
-  auto meet = [&] {     // as bar.sync of the consumers would, but racecheck follows it whatever other barriers were used
+  auto meet = [&] {  // as bar.sync of the consumers would, but racecheck follows it whatever other barriers were used
     mbarrier_arrive(&s.together);
     mbarrier_wait(&s.together, parity / kTogetherBit & 1);
     parity ^= kTogetherBit;
