@@ -1080,7 +1080,7 @@ __global__ void __launch_bounds__(kCombineThreads, 2)
     }
     // Warps in order; where several share an item, the first two finish 128 columns each.
     s.sums[warp][0][in_warp] = o[0], s.sums[warp][1][in_warp] = o[1];
-    __syncthreads();
+    if (shared_by > 1) __syncthreads();  // else each thread reads its own
     const float inverse = sum == 0.0f ? 0.0f : __frcp_rn(sum);
     typename Problem::Place g;
     p.place(g, cut.x);
@@ -1104,7 +1104,7 @@ __global__ void __launch_bounds__(kCombineThreads, 2)
     }
     if (p.lse != nullptr && half == 0 && first == 0 && in_warp == 0)
       p.lse[row * p.lse_row_stride + head] = sum == 0.0f ? -INFINITY : top + __logf(sum);
-    __syncthreads();
+    if (shared_by > 1) __syncthreads();
   }
 }
 
