@@ -32,10 +32,11 @@
 // fp32, and multiplied with mma.sync. With 32 lanes registers ran out (224 bytes spilled), and a tile took 3,800 cycles
 // (64 requests of 4,096 keys 163 us where e4m3 took 86).
 //
-// Shared memory: four tiles 164 KB (three with 32 lanes), Q 18 KB (36), weights 16 KB (32). Rows of 656 bytes are 41
-// times 16 bytes: eight rows' pieces lie in different banks without a swizzle. A tile of 32 lanes is written (41 KB)
-// and read twice (40 + 32), Q read once (36), weights written (16) and read by eight products (32): 197 KB, 1,580
-// cycles.
+// Shared memory: four tiles 164 KB, Q 18 KB (36 with 32 lanes), weights 16 KB: of all four blocks with 16 lanes, of two
+// and again two with 32. With three tiles, for which all had room, a group held one each and one was under way: 2.0 us
+// a tile, where the memory takes 1.3. Rows of 656 bytes are 41 times 16 bytes: eight rows' pieces lie in different
+// banks without a swizzle. A tile of 32 lanes is written (41 KB) and read twice (40 + 32), Q read once (36), weights
+// written (16) and read by eight products (32): 197 KB, 1,580 cycles.
 //
 // Keys that lanes must not see: as in absorbed_fp8.cuh; rows that were not loaded are overwritten by zeros.
 #pragma once
@@ -84,12 +85,14 @@ struct SharedPacked : Shared {
 
 template <int kColumns>
 struct Config {
-  static constexpr int kStages = kColumns == 16 ? 4 : 3;
+  static constexpr int kStages = 4;
   static constexpr int kLoaderRegisters = kColumns == 16 ? 40 : 24, kOthersRegisters = kColumns == 16 ? 232 : 240;
   static constexpr int kQueryBlock = kColumns * 128;  // 64 columns
   static constexpr int kQueryBytes = kWidth / 64 * kQueryBlock;
-  static constexpr int kWeightBlock = kColumns * 128;               // f16 weights of 64 keys over one block of columns
-  static constexpr int kWeightBytes = kScaleBlocks * kWeightBlock;  // of a group
+  static constexpr int kWeightBlock = kColumns * 128;  // f16 weights of 64 keys over one block of columns
+  // Of a group: all blocks, or with 32 lanes, for which a fourth tile would have no room then, two and again two.
+  static constexpr int kBlocksAtOnce = kColumns == 16 ? kScaleBlocks : kScaleBlocks / 2;
+  static constexpr int kWeightBytes = kBlocksAtOnce * kWeightBlock;
   static constexpr int kOperandBytes = kStages * kTileBytesPacked + kQueryBytes + kGroups * kWeightBytes;
   static constexpr int kSharedBytes = kOperandBytes + static_cast<int>(sizeof(SharedPacked));
   static_assert(kSharedBytes <= 227 * 1024 && kOperandBytes % 16 == 0 && kTileBytesPacked % kAlignment == 0 &&
@@ -204,12 +207,32 @@ __device__ inline void raise_bases(SharedPacked& s, int self, int tid, const flo
   for (int b = 0; b < kBases; ++b) {
     const float log0 = b < kScaleBlocks ? logarithm(scales[b]) : 0.0f,
                 log1 = b < kScaleBlocks ? logarithm(scales[kNextScale + b]) : 0.0f;
+    // Over the eight threads of a column, as denominators at the end: a thread is left with two lanes.
+    float m[2 * kEights];
 #pragma unroll
-    for (int c = 0; c < 2 * kEights; ++c) {
-      float m = fmaxf(score[c / 2 * 4 + c % 2] + log0, score[c / 2 * 4 + 2 + c % 2] + log1);
+    for (int c = 0; c < 2 * kEights; ++c)
+      m[c] = fmaxf(score[c / 2 * 4 + c % 2] + log0, score[c / 2 * 4 + 2 + c % 2] + log1);
+    auto halve = [&](auto of) {
+      constexpr int kLeft = decltype(of)::value;
+      if constexpr (kLeft < kEights) {
+        const bool upper = (g & kLeft) != 0;
 #pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, offset));
-      if (g == 0 && m > -INFINITY) raise(&s.top[self][b][c / 2 * 8 + 2 * t + c % 2], ordered(m));
+        for (int c = 0; c < 2 * kLeft; ++c) {
+          const float low = m[c], high = m[c + 2 * kLeft];
+          m[c] = fmaxf(upper ? high : low, __shfl_xor_sync(0xffffffffu, upper ? low : high, 4 * kLeft));
+        }
+      }
+    };
+    halve(std::integral_constant<int, 2>{});
+    halve(std::integral_constant<int, 1>{});
+#pragma unroll
+    for (int offset = 4 * kEights; offset < 32; offset *= 2)
+#pragma unroll
+      for (int x = 0; x < 2; ++x) m[x] = fmaxf(m[x], __shfl_xor_sync(0xffffffffu, m[x], offset));
+    if (g < kEights) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x)
+        if (m[x] > -INFINITY) raise(&s.top[self][b][8 * g + 2 * t + x], ordered(m[x]));
     }
   }
   named_barrier_sync(2 + self, kGroupThreads);
@@ -235,8 +258,8 @@ __device__ inline void raise_bases(SharedPacked& s, int self, int tid, const flo
           for (int m = 2 * b; m < 2 * b + 2; ++m) o[m][4 * j + x] *= by, o[m][4 * j + 2 + x] *= by;
         }
       }
+    named_barrier_sync(2 + self, kGroupThreads);
   }
-  named_barrier_sync(2 + self, kGroupThreads);
   for (int i = tid; i < kBases * kColumns; i += kGroupThreads)
     s.base[self][i / kColumns][i % kColumns] = raised(i / kColumns, i % kColumns);
   named_barrier_sync(2 + self, kGroupThreads);
@@ -265,7 +288,13 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
   const uint32_t weight_store =
       own_weights + (lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16;
   const int own_row = 16 * warp + g;  // of the tile's keys, and own_row + 8
-  int count = 0;                      // tiles consumed by both groups
+  uint32_t phase = 0;
+  auto meet = [&] {  // of both groups, as in absorbed.cuh
+    mbarrier_arrive(&s.together);
+    mbarrier_wait(&s.together, phase);
+    phase ^= 1;
+  };
+  int count = 0;  // tiles consumed by both groups
   const bool writes_cut = threadIdx.x == 0 && lane_block == 0;
   if (writes_cut && !slot_of_group) schedule.cuts[part] = {-1, part, 1, 0};
   Walk walk(s);
@@ -275,7 +304,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
     const int lanes = max(0, min(kColumns, static_cast<int>(place.num_rows) * p.num_heads - lane0));
 
     // ---- Q ----
-    named_barrier_sync(1, kConsumerThreads);  // nobody still reads the last group's
+    meet();  // nobody still reads the last group's
     if (threadIdx.x < kColumns) {
       const int l = threadIdx.x, of_row = (lane0 + l) / p.num_heads, head = lane0 + l - of_row * p.num_heads;
       const bool real = l < lanes;
@@ -287,7 +316,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
       s.base[self][i / kColumns][i % kColumns] = kNoBase;
       s.top[self][i / kColumns][i % kColumns] = ordered(-INFINITY);
     }
-    named_barrier_sync(1, kConsumerThreads);
+    meet();
     {
       // Sixteen threads have a (lane, block). Column 16 c + 4 t + i goes where the MMA has its column 2 t + i (i < 2)
       // or 8 + 2 t + i - 2: a thread of A has four neighbouring bytes of K.
@@ -307,12 +336,10 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
       uint4 rope{0, 0, 0, 0};
       if (const int64_t at = has_rope ? s.query_at[rope_lane] : -1; at >= 0)
         rope = *reinterpret_cast<const uint4*>(p.q + at + kLatent + 8 * rope_piece);
-#pragma unroll 1
-      for (int i = 0; i < kRounds; ++i) {  // the next one moves to the front: see results
-        const int unit = i * kAtOnce + threadIdx.x / 16, l = unit / kScaleBlocks, b = unit % kScaleBlocks;
-        const uint32_t words[4] = {v[0].x, v[0].y, v[0].z, v[0].w};
 #pragma unroll
-        for (int k = 0; k + 1 < kRounds; ++k) v[k] = v[k + 1];
+      for (int i = 0; i < kRounds; ++i) {
+        const int unit = i * kAtOnce + threadIdx.x / 16, l = unit / kScaleBlocks, b = unit % kScaleBlocks;
+        const uint32_t words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
         int most = 0;  // bits of the largest magnitude
 #pragma unroll
         for (int k = 0; k < 4; ++k)
@@ -338,7 +365,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
                                   (rope_piece ^ (rope_lane % 8)) * 16) = rope;
     }
     fence_async_shared();
-    named_barrier_sync(1, kConsumerThreads);
+    meet();
     const int least = s.bounds[0], most = s.bounds[max(lanes, 1) - 1];
     const int tiles = walk.last_tile - walk.first_tile;
 
@@ -433,12 +460,13 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
           }
       }
 
-      // ---- weights: as often as one is too large for f16, at most twice ----
+      // ---- weights: of the first tile when bases are there; again if one was too large for f16 ----
       uint32_t weight[kScaleBlocks][kEights][2];  // lanes 8 j + 2 t and the next of key own_row; of key own_row + 8
       float added[2 * kEights];
-      bool again;
+      bool again = i == self;
 #pragma unroll 1
       do {
+        if (again) raise_bases<kColumns>(s, self, tid, score, scales, i == self, o, sum);
         hold_registers(score);  // sums of scores and logarithms would be kept for a second time, 64 registers of them
         uint32_t most_half = 0;
         float most_added = 0.0f;
@@ -466,20 +494,20 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
             (most_half & 0x7fffu) == kHalfInfinity || most_half >> 16 == kHalfInfinity || most_added > kMostAdded;
         // All have read the weights of the tile before, too.
         again = named_barrier_any(2 + self, kGroupThreads, too_large);
-        if (again) {
-          raise_bases<kColumns>(s, self, tid, score, scales, i == self, o, sum);
-        }
       } while (again);
 #pragma unroll
       for (int c = 0; c < 2 * kEights; ++c) sum[c] += added[c];
+      auto store_weights = [&](int first) {  // of the blocks from `first` on
 #pragma unroll
-      for (int b = 0; b < kScaleBlocks; ++b)
+        for (int b = 0; b < C::kBlocksAtOnce; ++b)
 #pragma unroll
-        for (int j = 0; j < kEights; j += 2)
-          stmatrix_x4_trans(weight_store + b * C::kWeightBlock + j * (8 * 128), weight[b][j][0], weight[b][j][1],
-                            weight[b][j + 1][0], weight[b][j + 1][1]);
-      fence_async_shared();
-      named_barrier_sync(2 + self, kGroupThreads);
+          for (int j = 0; j < kEights; j += 2)
+            stmatrix_x4_trans(weight_store + b * C::kWeightBlock + j * (8 * 128), weight[first + b][j][0],
+                              weight[first + b][j][1], weight[first + b][j + 1][0], weight[first + b][j + 1][1]);
+        fence_async_shared();
+        named_barrier_sync(2 + self, kGroupThreads);
+      };
+      store_weights(0);
 
       // ---- P V: 64 columns by 64 keys at a time ----
       {
@@ -489,11 +517,21 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
           for (int half = 0; half < 2; ++half)
             ldmatrix_x4_trans(v[m % 2][half], tile + value_at + half * (32 * kRowBytes) + 64 * m);
         };
+        auto end_products = [&] {
+          wgmma_wait<0>();
+          hold_registers(a[0]), hold_registers(a[1]);
+#pragma unroll
+          for (auto& m : o) hold_registers(m);
+        };
         load(0);
 #pragma unroll
         for (int m = 0; m < kValueBlocks; ++m) {
           if (m + 1 < kValueBlocks) load(m + 1);
-          if (m >= 2) {  // the registers of A are free again
+          if (m == 2 * C::kBlocksAtOnce) {  // all have read the first two blocks' weights
+            end_products();
+            named_barrier_sync(2 + self, kGroupThreads);
+            store_weights(C::kBlocksAtOnce % kScaleBlocks);
+          } else if (m >= 2) {  // the registers of A are free again
             wgmma_wait<1>();
             hold_registers(a[m % 2]);
           }
@@ -507,15 +545,13 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
           wgmma_fence();
 #pragma unroll
           for (int k = 0; k < 4; ++k)
-            wgmma_f16_rs(o[m], a[m % 2][k], weight_operand + descriptor_step(m / 2 * C::kWeightBlock + 32 * k), true);
+            wgmma_f16_rs(o[m], a[m % 2][k],
+                         weight_operand + descriptor_step(m / 2 % C::kBlocksAtOnce * C::kWeightBlock + 32 * k), true);
           wgmma_commit();
         }
         // The values are in registers, and with them the tile is no longer needed.
         if (lane < kReleasingLanes) mbarrier_arrive(&s.free[stage]);
-        wgmma_wait<0>();
-        hold_registers(a[0]), hold_registers(a[1]);
-#pragma unroll
-        for (auto& m : o) hold_registers(m);
+        end_products();
       }
     }
     count += tiles;
@@ -545,7 +581,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
 #pragma unroll
       for (int x = 0; x < 2; ++x) s.sums[self][warp][8 * g + 2 * t + x] = sum[x];
     }
-    named_barrier_sync(1, kConsumerThreads);
+    meet();
     p.place(place, walk.group - 1);  // again, rather than kept through the loop
     const bool complete = walk.first_tile == 0 && walk.last_tile == walk.tiles;
     if (threadIdx.x < kColumns) {
@@ -579,22 +615,20 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
       if (self == 0)
         s.half[b][l] = exp2_fast(0.5f * (common - fmaxf(s.base[0][kScaleBlocks][l], s.base[1][kScaleBlocks][l])));
     }
-    named_barrier_sync(1, kConsumerThreads);
-    // Eight lanes at a time each group gives half of the columns away and finishes the other half. A loop, for which
-    // what is left of O moves to the front: instructions that run once a call cost 8 cycles each, coming from the L2 or
-    // memory.
+    meet();
+    // Eight lanes at a time each group gives half of the columns away, where Q was, and finishes the other half. A
+    // loop, for which what is left of O moves to the front: instructions that run once a call cost 8 cycles each,
+    // coming from the L2 or memory. Two buffers: what is written for the next but one all have read.
     constexpr int kGiven = kValueBlocks / 2;
-    constexpr int kExchange = kGroups * kGiven * kGroupThreads;  // of 16 bytes
-    constexpr int kBuffers = kGroups * C::kWeightBytes / (16 * kExchange);
-    static_assert(kBuffers >= 1);
+    constexpr int kExchange = kGroups * kGiven * kGroupThreads;  // of 16 bytes, for eight lanes
+    static_assert(2 * kExchange * 16 <= C::kQueryBytes + kGroups * C::kWeightBytes);
     const bool as_bf16 = complete && p.out_dtype == DType::kBf16;
     unsigned char* const out = static_cast<unsigned char*>(complete ? p.out : static_cast<void*>(p.partial));
     const int column0 = kLatent / 2 * self + 16 * warp + 2 * g;
 #pragma unroll 1
     for (int j = 0; j < kEights; ++j) {
       const int l = 8 * j + 2 * t;
-      auto* const exchange = reinterpret_cast<float4*>(weights) + j % kBuffers * kExchange + tid;
-      if (kBuffers == 1 && j > 0) named_barrier_sync(1, kConsumerThreads);  // the last eight have been read
+      auto* const exchange = reinterpret_cast<float4*>(query) + j % 2 * kExchange + tid;
 #pragma unroll
       for (int m = 0; m < kValueBlocks; ++m) {
         const float2 by = *reinterpret_cast<const float2*>(&s.to_common[self][m / 2][l]);
@@ -606,7 +640,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
         exchange[(self * kGiven + m) * kGroupThreads] =
             self == 0 ? float4{high[0], high[1], high[2], high[3]} : float4{low[0], low[1], low[2], low[3]};
       }
-      named_barrier_sync(1, kConsumerThreads);
+      meet();
       const float2 inverse = *reinterpret_cast<const float2*>(&s.inverse[l]);
       const int64_t at[2] = {s.out_at[l], s.out_at[l + 1]};
 #pragma unroll
@@ -655,6 +689,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(&s.loaded[i], 32);
       mbarrier_init(&s.free[i], kWarpsEach * kReleasingLanes);
     }
+    mbarrier_init(&s.together, kConsumerThreads);
     fence_mbarrier_init();
     s.first_group = schedule.num_groups;
     s.end_group = 0;
