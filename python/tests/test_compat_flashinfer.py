@@ -119,15 +119,20 @@ def test_wrapper_refuses_as_the_peer_does():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("flat", [False, True])
-def test_trtllm_decode(dtype, flat):
+@pytest.mark.parametrize(
+    "flat, backend", [(False, "auto"), (False, "cute-dsl"), (True, "auto"), (True, "trtllm-gen")]
+)
+def test_trtllm_decode(dtype, flat, backend):
+    """The base of the LSE is that of the kernels that the original takes: natural for compact queries, and where asked for."""
+    natural = backend == "cute-dsl" or (flat and backend == "auto")
     torch.manual_seed(0)
     q = torch.randn(2, 3, 16, 576).to(dtype).to(DEVICE)
     cache = (torch.randn(6, 1, 32, 576) / 4).to(dtype).to(DEVICE)
     table, lens = (
         torch.tensor([[4, 2, 0, 0], [1, 5, 3, 0]], dtype=torch.int32),
-        torch.tensor([40, 90], dtype=torch.int32),
+        torch.tensor([2, 90], dtype=torch.int32),  # the first of three rows over two keys sees none
     )
+    given = torch.full((6, 16) if flat else (2, 3, 16), torch.nan).to(DEVICE)
     extra = dict(cum_seq_lens_q=torch.tensor([0, 3, 6], dtype=torch.int32).to(DEVICE), max_q_len=3) if flat else {}
     out, lse = flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla(
         q.view(6, 16, 576) if flat else q,
@@ -141,21 +146,22 @@ def test_trtllm_decode(dtype, flat):
         128,
         bmm1_scale=0.05,
         bmm2_scale=0.5,
+        lse=given,
         return_lse=True,
+        backend=backend,
         **extra,
     )
-    assert (
-        out.shape == ((6, 16, 512) if flat else (2, 3, 16, 512))
-        and out.dtype == torch.bfloat16
-        and lse.shape == (6, 16)
-    )
+    assert out.shape == ((6, 16, 512) if flat else (2, 3, 16, 512)) and out.dtype == torch.bfloat16
+    assert lse is given
+    lse = lse.view(6, 16)
+    assert (lse[0] == float("inf" if natural else "-inf")).all() and (out.view(6, 16, 512)[0] == 0).all()
     for i in range(2):
-        for j in range(3):
+        for j in range(1 - i, 3):
             keys = ref.row_keys(f64(cache[:, 0]), table[i].tolist(), int(lens[i]) - 2 + j, 32)
             want, want_lse, _ = ref.attend(f64(q[i, j]), keys, 0.05)
             tolerance = BF16_TOLERANCE if dtype == torch.bfloat16 else E4M3_TOLERANCE
             assert_close(f64(out.view(6, 16, 512)[3 * i + j]), want / 2, tolerance)
-            assert_close(f64(lse[3 * i + j]), want_lse * LOG2_E, 2.0**-12)
+            assert_close(f64(lse[3 * i + j]), want_lse * (1 if natural else LOG2_E), 2.0**-12)
 
 
 def test_trtllm_decode_over_token_indices():
@@ -179,6 +185,10 @@ def test_trtllm_decode_over_token_indices():
         listed = [k for k in indices[i, 0].tolist() if k >= 0]
         assert_close(
             f64(out[i, 0]), ref.attend(f64(q[i, 0]), f64(cache).reshape(-1, 576)[listed], 0.05)[0], BF16_TOLERANCE
+        )
+    with pytest.raises(ValueError, match=r"lse must have shape \(2, 16\) or \(2, 1, 16\); got \(16, 2\)"):
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla(
+            *(q, cache, None, 128, 512, 64, indices, None, 128), sparse_mla_top_k=64, return_lse=True, lse=torch.empty(16, 2)
         )
     with pytest.raises(ValueError, match="page_table.shape"):
         flashinfer.trtllm_batch_decode_with_kv_cache_mla(

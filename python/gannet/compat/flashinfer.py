@@ -5,7 +5,8 @@ fb28d72 (2026-08-22).
 
 Here are mla.BatchMLAPagedAttentionWrapper, mla.trtllm_batch_decode_with_kv_cache_mla, prefill.trtllm_ragged_attention_deepseek,
 merge_state, merge_state_in_place, merge_states. Beyond the original: every one of them on Hopper and on CPUs, any page size,
-plan() without a copy to the host. Logarithms are to base 2 unless return_lse_base_on_e says otherwise; -inf without keys.
+plan() without a copy to the host. Logarithms are to base 2, -inf without keys, but where return_lse_base_on_e says otherwise, and in
+trtllm_batch_decode_with_kv_cache_mla where the original returns what its CuTe DSL kernels wrote: natural ones, +inf without keys.
 
 A wrapper whose ckv_cache and kpe_cache are two slices of one tensor [pages, page, 512 + 64] reads them where they lie; of two
 tensors it first copies the planned pages into one. Workspace buffers are accepted and not used.
@@ -244,7 +245,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
     query: bf16 or e4m3 [b, q, h, 576], or [n, h, 576] with cum_seq_lens_q, int32 [b + 1]. kv_cache: same dtype [pages, page, 576] or
     [pages, 1, page, 576]. block_tables: int32 [b, max_pages], or [b, q, topk] token indices with sparse_mla_top_k.
     bmm1_scale: softmax scale times the scales of query and cache; bmm2_scale: of the output. sinks: fp32 [h].
-    Returns out [b, q, h, 512] (bf16), and with return_lse lse, fp32 [b * q, h], base 2.
+    Returns out [b, q, h, 512] (bf16), and with return_lse lse, fp32 [b * q, h], or in the shape that the caller's has, which may also be
+    [b, q, h]. It is that of the kernels that the original takes: to base 2, -inf without keys (trtllm-gen, its first choice); natural,
+    +inf without keys, with the backend "cute-dsl", and with "auto" and cum_seq_lens_q, where only those kernels have an LSE.
     """
     if skip_softmax_threshold_scale_factor is not None:
         raise lacking(_PEER, "skip_softmax_threshold_scale_factor")
@@ -283,8 +286,15 @@ def trtllm_batch_decode_with_kv_cache_mla(
         )
     elif tuple(out.shape) != shape:
         raise ValueError(f"Invalid shape of out: expected {shape}, got {tuple(out.shape)}")
-    if return_lse and lse is None:
-        lse = torch.empty(flat.shape[:2], dtype=torch.float32, device=query.device)
+    natural = backend == "cute-dsl" or (backend == "auto" and cum_seq_lens_q is not None)
+    if return_lse:
+        if lse is None:
+            lse = torch.empty(flat.shape[:2], dtype=torch.float32, device=query.device)
+        elif tuple(lse.shape) not in (tuple(flat.shape[:2]), tuple(query.shape[:-1])):
+            raise ValueError(
+                f"lse must have shape {tuple(flat.shape[:2])} or {tuple(query.shape[:-1])}; got {tuple(lse.shape)}"
+            )
+        flat_lse = lse.view(flat.shape[:2])
     if isinstance(sinks, (list, tuple)):
         sinks = sinks[0]
     options = dict(latent_dim=kv_lora_rank, rope_dim=qk_rope_head_dim)
@@ -307,7 +317,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
             softmax_scale=float(bmm1_scale),
             attn_sink=sinks,
             out=flat_out,
-            lse=lse if return_lse else None,
+            lse=flat_lse if return_lse else None,
         )
     else:
         if block_tables.ndim != 2 or (query.ndim == 4 and block_tables.shape[0] != query.shape[0]):
@@ -324,12 +334,16 @@ def trtllm_batch_decode_with_kv_cache_mla(
             q_len=query.shape[1] if query.ndim == 4 else 1,
             cu_q_lens=cum_seq_lens_q,
             out=flat_out,
-            lse=lse if return_lse else None,
+            lse=flat_lse if return_lse else None,
             sink=sinks,
         )
     if float(bmm2_scale) != 1.0:
         out.mul_(float(bmm2_scale))
-    return (out, lse.mul_(LOG2_E)) if return_lse else out
+    if not return_lse:
+        return out
+    if natural:
+        return out, lse.masked_fill_(lse == float("-inf"), float("inf"))
+    return out, lse.mul_(LOG2_E)
 
 
 def trtllm_ragged_attention_deepseek(
