@@ -4,6 +4,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
+
 #include "context.h"
 #include "core/format.h"
 #include "gannet/cuda.h"
@@ -267,6 +269,20 @@ struct PyPlan {
     plan.run(p, given.given() ? span_of(P::kName, given) : context->scratch(device_of(p), s, plan.workspace_bytes()),
              s);
   }
+
+  /// Seconds of the host that so many calls of run() take in C++: what calls from Python are measured against.
+  double time_calls(int64_t calls, nb::handle workspace, nb::tuple args) const {
+    Reader reader(P::kName);
+    Args a(reader, args);
+    const P p = read<P>(a);
+    const std::span<std::byte> scratch = span_of(P::kName, reader.optional(workspace, "workspace", Access::kWrite));
+    const Stream s = reader.stream(nb::none());
+    nb::gil_scoped_release release;
+    const std::lock_guard lock(context->mutex());
+    const auto start = std::chrono::steady_clock::now();
+    for (int64_t i = 0; i < calls; ++i) plan.run(p, scratch, s);
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
 };
 
 template <class P>
@@ -286,7 +302,8 @@ void bind_op(nb::module_& m) {
           })
       .def_prop_ro("impl", [](const PyPlan<P>& p) { return p.plan.impl(); })
       .def_prop_ro("workspace_bytes", [](const PyPlan<P>& p) { return p.plan.workspace_bytes(); })
-      .def("run", &PyPlan<P>::run, nb::arg("stream").none(), nb::arg("workspace").none(), nb::arg("args"));
+      .def("run", &PyPlan<P>::run, nb::arg("stream").none(), nb::arg("workspace").none(), nb::arg("args"))
+      .def("_time_calls", &PyPlan<P>::time_calls, nb::arg("calls"), nb::arg("workspace").none(), nb::arg("args"));
 }
 
 }  // namespace

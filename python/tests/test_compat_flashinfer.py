@@ -119,9 +119,7 @@ def test_wrapper_refuses_as_the_peer_does():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize(
-    "flat, backend", [(False, "auto"), (False, "cute-dsl"), (True, "auto"), (True, "trtllm-gen")]
-)
+@pytest.mark.parametrize("flat, backend", [(False, "auto"), (False, "cute-dsl"), (True, "auto"), (True, "trtllm-gen")])
 def test_trtllm_decode(dtype, flat, backend):
     """The base of the LSE is that of the kernels that the original takes: natural for compact queries, and where asked for."""
     natural = backend == "cute-dsl" or (flat and backend == "auto")
@@ -188,7 +186,10 @@ def test_trtllm_decode_over_token_indices():
         )
     with pytest.raises(ValueError, match=r"lse must have shape \(2, 16\) or \(2, 1, 16\); got \(16, 2\)"):
         flashinfer.trtllm_batch_decode_with_kv_cache_mla(
-            *(q, cache, None, 128, 512, 64, indices, None, 128), sparse_mla_top_k=64, return_lse=True, lse=torch.empty(16, 2)
+            *(q, cache, None, 128, 512, 64, indices, None, 128),
+            sparse_mla_top_k=64,
+            return_lse=True,
+            lse=torch.empty(16, 2),
         )
     with pytest.raises(ValueError, match="page_table.shape"):
         flashinfer.trtllm_batch_decode_with_kv_cache_mla(

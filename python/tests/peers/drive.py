@@ -224,9 +224,7 @@ def flash_mla_suites(root, options):
     def sparse_prefill(suite):
         module, main = load(tests / "test_flash_mla_sparse_prefill.py")
         test = module.run_test
-        module.run_test = lambda p: suite.run(
-            lambda number: quiet(lambda: test(seeded(p, number))), str(p), outside(p)
-        )
+        module.run_test = lambda p: suite.run(lambda number: quiet(lambda: test(seeded(p, number))), str(p), outside(p))
         module.lib.is_no_cooldown = lambda: True
         quiet(lambda: exec(main, module.__dict__))
 
@@ -309,9 +307,13 @@ def main():
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no case is begun")
     parser.add_argument("--only", action="append", help="a suite")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases")
-    parser.add_argument("--large-jobs", type=int, default=3, help="of them, how many run DeepGEMM's suites (30 GB each)")
+    parser.add_argument(
+        "--large-jobs", type=int, default=3, help="of them, how many run DeepGEMM's suites (30 GB each)"
+    )
     parser.add_argument("--done", type=pathlib.Path, help="results so far, as JSON lines; grows")
-    parser.add_argument("--merge", type=pathlib.Path, nargs="+", metavar="FILE", help="print the totals of such files, and end")
+    parser.add_argument(
+        "--merge", type=pathlib.Path, nargs="+", metavar="FILE", help="print the totals of such files, and end"
+    )
     parser.add_argument("--claims", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
