@@ -11,9 +11,10 @@ the first of its kind, to see it refused, and notes the others. Every case's cal
 has failed. Exit code 0: nothing failed, and nothing was left for want of time.
 
 Most of a case's time is its reference, on one core of the host as much as on the GPU: --jobs processes share the GPU and take the next
-case that none of them has. Cases keep the seeds that they would have in one process, FlashMLA's own; DeepGEMM's draw from generators that
-are seeded by the case's number. Left out or replaced is only what is measured or printed (performance loops, pauses between cases, the
-number of host threads, a table of rates). A case that finds too little memory, because others run beside it, is repeated.
+case that none of them has. FlashMLA's cases keep the seeds that they have in one process, their numbers; DeepGEMM's draw from generators
+that are seeded by the case's number. Left out or replaced is only what is measured, printed or kept (performance loops, pauses between
+cases, the number of host threads, a table of rates, when cached memory goes back to the driver). A case that finds too little memory,
+because others run beside it, is repeated.
 """
 
 import argparse
@@ -43,6 +44,13 @@ from gannet.compat import deep_gemm, flash_mla
 
 START = time.time()
 CALLS = collections.Counter()
+empty_cache = torch.cuda.empty_cache
+
+
+def trim(gigabytes):
+    """Gives memory to the processes beside this one, where it is worth it: allocating GBs anew takes longer than many a case."""
+    if torch.cuda.memory_reserved() > gigabytes << 30:
+        empty_cache()
 
 
 def count_calls():
@@ -124,7 +132,7 @@ class Suite:
             except torch.OutOfMemoryError:
                 if attempt == 59 or self.options.claims is None:
                     raise
-            torch.cuda.empty_cache()
+            empty_cache()
             time.sleep(random.SystemRandom().uniform(0.2, 2))
 
     def report(self):
@@ -276,7 +284,7 @@ def deep_gemm_suites(root, options):
             for case in cases:
                 module.sample_mqa_cases = lambda name, all_cases, case=case: [case]
                 suite.run(run_seeded, str(case))
-                torch.cuda.empty_cache()  # for the processes beside this one
+                trim(24)
 
         return run
 
@@ -288,7 +296,7 @@ def start_jobs(options):
     if options.done is None:
         sys.exit("drive.py: --jobs needs --done FILE, in which the processes note their results")
     with tempfile.TemporaryDirectory() as claims:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, __file__, *sys.argv[1:], "--claims", claims]
         processes = [
             subprocess.Popen(command + (["--small"] if job >= options.large_jobs else []), env=environment)
@@ -308,7 +316,7 @@ def main():
     parser.add_argument("--only", action="append", help="a suite")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases")
     parser.add_argument(
-        "--large-jobs", type=int, default=3, help="of them, how many run DeepGEMM's suites (30 GB each)"
+        "--large-jobs", type=int, default=2, help="of them, how many run DeepGEMM's suites (40 GB each)"
     )
     parser.add_argument("--done", type=pathlib.Path, help="results so far, as JSON lines; grows")
     parser.add_argument(
@@ -332,6 +340,7 @@ def main():
     if options.jobs > 1:
         torch.set_num_threads(1)
         torch.set_num_threads = lambda n: None  # theirs ask for 32 in each process
+        torch.cuda.empty_cache = lambda: trim(4)  # theirs do at every case
     suites = {}
     if options.deep_gemm and not options.small:
         suites.update(deep_gemm_suites(options.deep_gemm, options))
