@@ -199,64 +199,6 @@ __device__ inline void mend_tile8(unsigned char* tile, uint8_t* state, int first
   fence_async_shared();
 }
 
-/// Of a warp's values m[2 j + x], of key g (a thread's) and lane 8 j + 2 t + x, those over all eight g: threads with
-/// g % kEights == j have them in m[0] and m[1]. Rounds in which a thread keeps half of its columns and gives the other
-/// half away, then rounds of what is left.
-template <int kEights, class Op>
-__device__ inline void over_keys(float (&m)[2 * kEights], int g, Op op) {
-  auto halve = [&](auto of) {
-    constexpr int kLeft = decltype(of)::value;  // of eights afterwards
-    if constexpr (kLeft < kEights) {
-      const bool upper = (g & kLeft) != 0;
-#pragma unroll
-      for (int c = 0; c < 2 * kLeft; ++c) {
-        const float low = m[c], high = m[c + 2 * kLeft];
-        m[c] = op(upper ? high : low, __shfl_xor_sync(0xffffffffu, upper ? low : high, 4 * kLeft));
-      }
-    }
-  };
-  halve(std::integral_constant<int, 4>{});
-  halve(std::integral_constant<int, 2>{});
-  halve(std::integral_constant<int, 1>{});
-#pragma unroll
-  for (int offset = 4 * kEights; offset < 32; offset *= 2)
-#pragma unroll
-    for (int x = 0; x < 2; ++x) m[x] = op(m[x], __shfl_xor_sync(0xffffffffu, m[x], offset));
-}
-
-/// Columns column0 + 64 m and the next of each of a thread's lanes. A loop, for which what is left of O moves to the
-/// front: instructions that run once a call cost 8 cycles each, coming from the L2 or memory.
-template <int kColumns>
-__device__ inline void store_results(const Dense& p, const Shared8& s, float (&o)[kParts64][kColumns / 2],
-                                     bool complete, int column0, int t) {
-  constexpr int kAtOnce = 2;  // eights
-  const bool as_bf16 = complete && p.out_dtype == DType::kBf16;
-  unsigned char* const out = static_cast<unsigned char*>(complete ? p.out : static_cast<void*>(p.partial));
-#pragma unroll 1
-  for (int j0 = 0; j0 < kColumns / 8; j0 += kAtOnce) {
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j)
-#pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        const int l = 8 * (j0 + j) + 2 * t + x;
-        const int64_t at = s.out_at[l];
-        if (at < 0) continue;
-        const float inverse = s.inverse[l];
-        unsigned char* const to = out + (at + column0) * (as_bf16 ? 2 : 4);
-#pragma unroll
-        for (int m = 0; m < kParts64; ++m) {
-          const float low = o[m][4 * j + x] * inverse, high = o[m][4 * j + 2 + x] * inverse;
-          if (as_bf16) *reinterpret_cast<uint32_t*>(to + 128 * m) = round_to_bf16x2(low, high);
-          else *reinterpret_cast<float2*>(to + 256 * m) = {low, high};
-        }
-      }
-#pragma unroll
-    for (auto& e : o)
-#pragma unroll
-      for (int x = 0; x + 4 * kAtOnce < kColumns / 2; ++x) e[x] = e[x + 4 * kAtOnce];
-  }
-}
-
 template <int kColumns>
 __device__ void consume_pairs(const Dense& p, const Schedule& schedule, Shared8& s, unsigned char* query,
                               unsigned char* stages, unsigned char* weights, int part, int lane_block) {
@@ -376,10 +318,29 @@ __device__ void consume_pairs(const Dense& p, const Schedule& schedule, Shared8&
             score[4 * j + 2 + i] = absent1 || row + 8 >= bound ? -INFINITY : score[4 * j + 2 + i] + add1;
           }
       }
+      // Of the two columns of each j the largest of the eight g, left in the lanes with g % kEights == j: rounds in
+      // which a lane keeps half of its columns and gives the other half away, then rounds of what is left.
       float m[2 * kEights];
 #pragma unroll
       for (int c = 0; c < 2 * kEights; ++c) m[c] = fmaxf(score[c / 2 * 4 + c % 2], score[c / 2 * 4 + 2 + c % 2]);
-      over_keys<kEights>(m, g, [](float a, float b) { return fmaxf(a, b); });
+      auto halve = [&](auto of) {
+        constexpr int kLeft = decltype(of)::value;  // of eights afterwards
+        if constexpr (kLeft < kEights) {
+          const bool upper = (g & kLeft) != 0;
+#pragma unroll
+          for (int c = 0; c < 2 * kLeft; ++c) {
+            const float low = m[c], high = m[c + 2 * kLeft];
+            m[c] = fmaxf(upper ? high : low, __shfl_xor_sync(0xffffffffu, upper ? low : high, 4 * kLeft));
+          }
+        }
+      };
+      halve(std::integral_constant<int, 4>{});
+      halve(std::integral_constant<int, 2>{});
+      halve(std::integral_constant<int, 1>{});
+#pragma unroll
+      for (int offset = 4 * kEights; offset < 32; offset *= 2)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) m[i] = fmaxf(m[i], __shfl_xor_sync(0xffffffffu, m[i], offset));
       if (g < kEights) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -463,10 +424,11 @@ __device__ void consume_pairs(const Dense& p, const Schedule& schedule, Shared8&
     count += tiles;
 
     // ---- results ----
-    over_keys<kEights>(sum, g, [](float a, float b) { return a + b; });
-    if (g < kEights) {
 #pragma unroll
-      for (int x = 0; x < 2; ++x) s.sums[self][warp][8 * g + 2 * t + x] = sum[x];
+    for (int c = 0; c < 2 * kEights; ++c) {
+#pragma unroll
+      for (int offset = 4; offset < 32; offset *= 2) sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], offset);
+      if (g == 0) s.sums[self][warp][c / 2 * 8 + 2 * t + c % 2] = sum[c];
     }
     meet();
     p.place(place, walk.group - 1);  // again, rather than kept through the loop
@@ -494,7 +456,24 @@ __device__ void consume_pairs(const Dense& p, const Schedule& schedule, Shared8&
       }
     }
     meet();
-    store_results<kColumns>(p, s, o, complete, self * kHalf + 16 * warp + 2 * g, t);
+    const int column0 = self * kHalf + 16 * warp + 2 * g;  // of the first product
+#pragma unroll
+    for (int j = 0; j < kEights; ++j)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int l = 8 * j + 2 * t + i;
+        const int64_t at = s.out_at[l];
+        if (at < 0) continue;
+        const float inverse = s.inverse[l];
+#pragma unroll
+        for (int m = 0; m < kParts64; ++m) {
+          const float low = o[m][4 * j + i] * inverse, high = o[m][4 * j + 2 + i] * inverse;
+          const int64_t to = at + column0 + 64 * m;
+          if (complete && p.out_dtype == DType::kBf16)
+            *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + to) = round_to_bf16x2(low, high);
+          else *reinterpret_cast<float2*>((complete ? static_cast<float*>(p.out) : p.partial) + to) = {low, high};
+        }
+      }
     if (walk.first_tile == 0) {
       cut = {walk.group - 1, part, walk.parts(s, part), 0};
       if (slot_of_group && threadIdx.x == 0 && lane_block == 0) schedule.cuts[walk.group - 1] = cut;
@@ -685,11 +664,30 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
             }
         }
         // ---- maxima of this tile ----
+        // Of the two columns of each j the largest of the eight g, left in the lanes with g % kEights == j: rounds in
+        // which a lane keeps half of its columns and gives the other half away, then rounds of what is left.
         {
           float m[2 * kEights];
 #pragma unroll
           for (int c = 0; c < 2 * kEights; ++c) m[c] = fmaxf(score[c / 2 * 4 + c % 2], score[c / 2 * 4 + 2 + c % 2]);
-          over_keys<kEights>(m, g, [](float a, float b) { return fmaxf(a, b); });
+          auto halve = [&](auto of) {
+            constexpr int kLeft = decltype(of)::value;  // of eights afterwards
+            if constexpr (kLeft < kEights) {
+              const bool upper = (g & kLeft) != 0;
+#pragma unroll
+              for (int c = 0; c < 2 * kLeft; ++c) {
+                const float low = m[c], high = m[c + 2 * kLeft];
+                m[c] = fmaxf(upper ? high : low, __shfl_xor_sync(0xffffffffu, upper ? low : high, 4 * kLeft));
+              }
+            }
+          };
+          halve(std::integral_constant<int, 4>{});
+          halve(std::integral_constant<int, 2>{});
+          halve(std::integral_constant<int, 1>{});
+#pragma unroll
+          for (int offset = 4 * kEights; offset < 32; offset *= 2)
+#pragma unroll
+            for (int x = 0; x < 2; ++x) m[x] = fmaxf(m[x], __shfl_xor_sync(0xffffffffu, m[x], offset));
           if (g < kEights) {
 #pragma unroll
             for (int x = 0; x < 2; ++x)
@@ -755,7 +753,25 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
     count += tiles;
 
     // ---- results ----
-    over_keys<kEights>(sum, g, [](float a, float b) { return a + b; });
+    // Sums over eight threads as maxima above: a thread is left with two lanes.
+    auto halve_sums = [&](auto of) {
+      constexpr int kLeft = decltype(of)::value;
+      if constexpr (kLeft < kEights) {
+        const bool upper = (g & kLeft) != 0;
+#pragma unroll
+        for (int c = 0; c < 2 * kLeft; ++c) {
+          const float low = sum[c], high = sum[c + 2 * kLeft];
+          sum[c] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, 4 * kLeft);
+        }
+      }
+    };
+    halve_sums(std::integral_constant<int, 4>{});
+    halve_sums(std::integral_constant<int, 2>{});
+    halve_sums(std::integral_constant<int, 1>{});
+#pragma unroll
+    for (int offset = 4 * kEights; offset < 32; offset *= 2)
+#pragma unroll
+      for (int x = 0; x < 2; ++x) sum[x] += __shfl_xor_sync(0xffffffffu, sum[x], offset);
     if (g < kEights) {
 #pragma unroll
       for (int x = 0; x < 2; ++x) s.sums[self][warp][8 * g + 2 * t + x] = sum[x];
@@ -790,7 +806,35 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
       }
     }
     meet();
-    store_results<kColumns>(p, s, o, complete, self * kHalf + 16 * warp + 2 * g, t);
+    const int column0 = self * kHalf + 16 * warp + 2 * g;  // of the first product
+    const bool as_bf16 = complete && p.out_dtype == DType::kBf16;
+    unsigned char* const out = static_cast<unsigned char*>(complete ? p.out : static_cast<void*>(p.partial));
+    // A loop, for which what is left of O moves to the front: instructions that run once a call cost 8 cycles each,
+    // coming from the L2 or memory.
+    constexpr int kAtOnce = 2;  // eights
+#pragma unroll 1
+    for (int j0 = 0; j0 < kEights; j0 += kAtOnce) {
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          const int l = 8 * (j0 + j) + 2 * t + x;
+          const int64_t at = s.out_at[l];
+          if (at < 0) continue;
+          const float inverse = s.inverse[l];
+          unsigned char* const to = out + (at + column0) * (as_bf16 ? 2 : 4);
+#pragma unroll
+          for (int m = 0; m < kParts64; ++m) {
+            const float low = o[m][4 * j + x] * inverse, high = o[m][4 * j + 2 + x] * inverse;
+            if (as_bf16) *reinterpret_cast<uint32_t*>(to + 128 * m) = round_to_bf16x2(low, high);
+            else *reinterpret_cast<float2*>(to + 256 * m) = {low, high};
+          }
+        }
+#pragma unroll
+      for (auto& e : o)
+#pragma unroll
+        for (int x = 0; x + 4 * kAtOnce < kColumns / 2; ++x) e[x] = e[x + 4 * kAtOnce];
+    }
     if (walk.first_tile == 0 && writes_cut)  // of a part the last group that begins in it
       schedule.cuts[slot_of_group ? walk.group - 1 : part] = {walk.group - 1, part, walk.parts(s, part), 0};
   }
