@@ -21,9 +21,9 @@
 // products of 64 columns, 4 * kColumns / 2 registers a thread (128 of 240), then scores 32 or A 32, sums 16. A lane's
 // maximum goes over rows of S^T: shuffles over eight threads of a warp, then an atomic maximum in shared memory. Up to
 // 32 lanes tiles are taken in pairs, with two barriers of both warpgroups each: the maxima are there; P is there. With
-// 64 they take turns: see consume(). A third warpgroup has one warp that loads, a box of 128 columns for each page of a
-// tile, four tiles ahead: two tiles are used, two are under way. Scores of the next pair under this pair's P V would
-// hold all four and leave the memory idle.
+// 64 they take turns (consume_turns()). A third warpgroup has one warp that loads, a box of 128 columns for each page
+// of a tile, four tiles ahead: two tiles are used, two are under way. Scores of the next pair under this pair's P V
+// would hold all four and leave the memory idle.
 //
 // P. e4m3 has four bits, and a range of which weights of at most 1 use the lower half. Weights are 2^8 exp(x - max):
 // at most 256 of 448, and those down to 2^-14 are still normal numbers. The denominator is summed from weights before
@@ -32,13 +32,13 @@
 // Precision. Hopper's fp8 tensor cores add with some 13 bits behind the largest term's leading bit (common tests:
 // verify/tolerances.h), so sums over very long pieces lose more than fp32 would.
 //
-// Keys that lanes must not see: as in absorbed.cuh. e4m3 has NaN and no infinities.
+// Keys that lanes must not see: as in absorbed.cuh. e4m3 has NaN and no infinities. Tiles that a pair lacks: its scores
+// are masked, and the other tile's V stands in, so that there is no branch while products are under way.
 //
-// Measured, us of 256 requests of 64 heads with 16,384 keys (497 tiles a block, of which the memory takes 580) and of
-// one with 1,024: in pairs 844 and 20.8; with 32 lanes and all columns for each warpgroup, so that neither waits for
-// the other, 988 and 21.1 (850 instructions of each warp a tile, keys and values read by both); in turns, the other's
-// tile behind a warpgroup's own softmax, 943 and 18.3. What bounds long requests is how long a tile is held: a stage
-// that both have released takes some 3,000 cycles to be full again.
+// Measured, 64 lanes, 1.7 GHz assumed: in pairs a tile took 2,900 cycles, nothing overlapping the softmax of both. With
+// 32 lanes and all columns for each warpgroup, so that neither waits for the other, 3,100 to 3,300: 850 instructions of
+// each of two warps a scheduler, keys and values read by both. In turns it is 790 a pair of tiles, and the tensor cores
+// have 2,176 cycles of work: predicted are 3,000 a pair, or what the memory needs, 3,710 (64 lanes that share nothing).
 #pragma once
 
 #include "cuda/common/wgmma_fp8.cuh"
@@ -57,18 +57,19 @@ constexpr int kLatentSteps = kLatent / 32, kRopeSteps = kRope / 32;
 constexpr int kParts64 = kHalf / 64;     // products of 64 columns of V a warpgroup has
 constexpr int kWarpsEach = 4;            // of a warpgroup
 constexpr float kWeightExponent = 8.0f;  // weights are at most 2^8
-constexpr int kTurnSlots = 4;            // what is kept of a tile is overwritten for the fourth one after it
-constexpr int kTops = 3;                 // maxima of this pair, the one before, the next
+constexpr int kTurnSlots = 4;
+constexpr int kTops = 3;  // maxima of this pair, the one before, the next
+constexpr int kLoaderRegisters = 24, kOthersRegisters = 240;
 
 struct Shared8 : Shared {
   uint64_t loaded[kTileStages], free[kTileStages];
-  uint64_t announced[2][2];     // a warpgroup's weights, by buffer
-  int top[kTurnSlots][kLanes];  // ordered(): maxima after a tile, in units of log2
-  int pair_top[kTops][kLanes];
+  uint64_t announced[2][2];                       // of 64 lanes: a warpgroup's weights, by buffer
+  int turn_top[kTurnSlots][kLanes];               // maxima after a tile
   int high[2][2][kLanes];                         // of a warpgroup's tile, by buffer
   float shift[2][kLanes], sum_factor[2][kLanes];  // of a warpgroup's tile: for its weights, for its sums so far
   float value_factor[kTurnSlots][kLanes];         // of a tile: for what was multiplied before
-  uint32_t moved[kTurnSlots][2];                  // for which lanes it is not 1, a bit for each
+  alignas(8) int moved[kTurnSlots][2];            // whether it is not 1 for any of 32 lanes
+  int top[kTops][kLanes];                         // ordered(): maxima so far of scores in units of log2
   float sums[2][kWarpsEach][kLanes];
   float inverse[kLanes];
   int64_t out_at[kLanes];  // where a lane's result begins, in elements; -1: no such lane
@@ -77,12 +78,10 @@ struct Shared8 : Shared {
 
 template <int kColumns>
 struct Config {
-  static constexpr int kLoaderRegisters = kColumns == kLanes ? 24 : 40;
-  static constexpr int kOthersRegisters = kColumns == kLanes ? 240 : 232;
   static constexpr int kQueryBlock = kColumns * 128;
   static constexpr int kQueryBytes = kByteBlocks * kQueryBlock;
   static constexpr int kWeightBytes = kColumns * 128;  // a row: a lane's weights of a pair of tiles
-  static constexpr int kWeightBuffers = 2;
+  static constexpr int kWeightBuffers = kColumns == kLanes ? 2 : 1;
   static constexpr int kOperandBytes = kTileStages * kTileBytes8 + kQueryBytes + kWeightBuffers * kWeightBytes;
   static constexpr int kSharedBytes = kOperandBytes + static_cast<int>(sizeof(Shared8));
   static_assert(kSharedBytes <= 227 * 1024);
@@ -125,6 +124,7 @@ __device__ inline void produce(const Dense& p, const Schedule& schedule, Shared8
   const int lane = threadIdx.x % 32, page_size = p.cache.page_size;
   const int box_rows = min(page_size, kKeys);
   const bool two_pages = page_size < kKeys;  // of 32 keys
+  const uint64_t policy = evict_first_policy();
   int count = 0;
   Walk walk(s);
   while (walk.next(p, schedule, s, part)) {
@@ -157,10 +157,9 @@ __device__ inline void produce(const Dense& p, const Schedule& schedule, Shared8
           mbarrier_arrive_expecting(&s.loaded[stage], kTileBytes8);
           for (int b = 0; b < kByteBlocks; ++b) {
             const uint32_t target = stages + stage * kTileBytes8 + b * kBlockBytes;
-            copy_page_box(target, map, &s.loaded[stage], b * kMapByteColumns, page_row, first, evict_first_policy());
+            copy_page_box(target, map, &s.loaded[stage], b * kMapByteColumns, page_row, first, policy);
             if (two_pages)
-              copy_page_box(target + box_rows * 128, map, &s.loaded[stage], b * kMapByteColumns, 0, second,
-                            evict_first_policy());
+              copy_page_box(target + box_rows * 128, map, &s.loaded[stage], b * kMapByteColumns, 0, second, policy);
           }
         } else {
           mbarrier_arrive(&s.loaded[stage]);  // for its states
@@ -200,8 +199,8 @@ __device__ inline void mend_tile8(unsigned char* tile, uint8_t* state, int first
 }
 
 template <int kColumns>
-__device__ void consume_pairs(const Dense& p, const Schedule& schedule, Shared8& s, unsigned char* query,
-                              unsigned char* stages, unsigned char* weights, int part, int lane_block) {
+__device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, unsigned char* query,
+                        unsigned char* stages, unsigned char* weights, int part, int lane_block) {
   using C = Config<kColumns>;
   constexpr int kEights = kColumns / 8;
   const int self = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
@@ -216,12 +215,6 @@ __device__ void consume_pairs(const Dense& p, const Schedule& schedule, Shared8&
   const uint32_t value_at = static_cast<uint32_t>(lane * 128 + ((warp ^ (lane % 8)) * 16));
   const bool slot_of_group = schedule.num_slots == schedule.num_groups;
   int count = 0;  // tiles consumed
-  uint32_t phase = 0;
-  auto meet = [&] {  // of both warpgroups, as in absorbed.cuh
-    mbarrier_arrive(&s.together);
-    mbarrier_wait(&s.together, phase);
-    phase ^= 1;
-  };
   int4 cut = {-1, part, 1, 0};
   Walk walk(s);
   while (walk.next(p, schedule, s, part)) {
@@ -244,11 +237,11 @@ __device__ void consume_pairs(const Dense& p, const Schedule& schedule, Shared8&
         const int piece = i * kEach + first;
         v[i] = real && piece < kPieces ? *reinterpret_cast<const uint4*>(from + 16 * piece) : uint4{0, 0, 0, 0};
       }
-      meet();  // nobody still reads the last group's
+      named_barrier_sync(1, kConsumerThreads);  // nobody still reads the last group's
       if (first == 0) {
         s.row_of_lane[l] = of_row;
         s.bounds[l] = real ? static_cast<int>(p.keys_of(place, of_row)) : 0;
-        for (int i = 0; i < kTops; ++i) s.pair_top[i][l] = ordered(-INFINITY);
+        for (int i = 0; i < kTops; ++i) s.top[i][l] = ordered(-INFINITY);
       }
 #pragma unroll
       for (int i = 0; i < kRounds; ++i) {
@@ -258,7 +251,7 @@ __device__ void consume_pairs(const Dense& p, const Schedule& schedule, Shared8&
       }
     }
     fence_async_shared();
-    meet();
+    named_barrier_sync(1, kConsumerThreads);
     const int least = s.bounds[0];
     const int tiles = walk.last_tile - walk.first_tile;
 
@@ -344,17 +337,17 @@ __device__ void consume_pairs(const Dense& p, const Schedule& schedule, Shared8&
       if (g < kEights) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (m[i] > -INFINITY) raise(&s.pair_top[turn][8 * g + 2 * t + i], ordered(m[i] * scale_log2));
+          if (m[i] > -INFINITY) raise(&s.top[turn][8 * g + 2 * t + i], ordered(m[i] * scale_log2));
       }
       named_barrier_sync(1, kConsumerThreads);
 
       // ---- weights ----
-      if (threadIdx.x < kColumns) s.pair_top[after][threadIdx.x] = s.pair_top[turn][threadIdx.x];
+      if (threadIdx.x < kColumns) s.top[after][threadIdx.x] = s.top[turn][threadIdx.x];
 #pragma unroll
       for (int j = 0; j < kEights; ++j) {
         float w[4];  // as the scores
-        const int2 now = *reinterpret_cast<const int2*>(&s.pair_top[turn][8 * j + 2 * t]),
-                   old = *reinterpret_cast<const int2*>(&s.pair_top[before][8 * j + 2 * t]);
+        const int2 now = *reinterpret_cast<const int2*>(&s.top[turn][8 * j + 2 * t]),
+                   old = *reinterpret_cast<const int2*>(&s.top[before][8 * j + 2 * t]);
         const float top[2] = {from_ordered(now.x), from_ordered(now.y)};
         if (__any_sync(0xffffffffu, now.x != old.x || now.y != old.y)) {
           const float factor[2] = {now.x == old.x ? 1.0f : exp2_fast(from_ordered(old.x) - top[0]),
@@ -430,7 +423,7 @@ __device__ void consume_pairs(const Dense& p, const Schedule& schedule, Shared8&
       for (int offset = 4; offset < 32; offset *= 2) sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], offset);
       if (g == 0) s.sums[self][warp][c / 2 * 8 + 2 * t + c % 2] = sum[c];
     }
-    meet();
+    named_barrier_sync(1, kConsumerThreads);
     p.place(place, walk.group - 1);  // again, rather than kept through the loop
     const bool complete = walk.first_tile == 0 && walk.last_tile == walk.tiles;
     if (threadIdx.x < kColumns) {
@@ -449,13 +442,12 @@ __device__ void consume_pairs(const Dense& p, const Schedule& schedule, Shared8&
                     : complete ? out_row * p.out_row_stride + head * p.out_head_stride
                                : index * kLatent;
       if (l < lanes) {
-        const float lse =
-            empty ? -INFINITY : (from_ordered(s.pair_top[last][l]) - kWeightExponent + __log2f(total)) * kLn2;
+        const float lse = empty ? -INFINITY : (from_ordered(s.top[last][l]) - kWeightExponent + __log2f(total)) * kLn2;
         if (!complete) p.partial_lse[index] = lse;
         else if (p.lse != nullptr) p.lse[out_row * p.lse_row_stride + head] = lse;
       }
     }
-    meet();
+    named_barrier_sync(1, kConsumerThreads);
     const int column0 = self * kHalf + 16 * warp + 2 * g;  // of the first product
 #pragma unroll
     for (int j = 0; j < kEights; ++j)
@@ -482,23 +474,19 @@ __device__ void consume_pairs(const Dense& p, const Schedule& schedule, Shared8&
   if (!slot_of_group && threadIdx.x == 0 && lane_block == 0) schedule.cuts[part] = cut;
 }
 
-/// Warpgroups take turns. Each scores every other tile (64 keys, all lanes), and multiplies all of them by its 256
-/// columns: the other's tile before its own, whose weights were there half a turn ago, under its own weights; then its
-/// own. So one is in its softmax while the other's products pass, and each waits only for what the other did before.
-/// `top` of a tile is that of the one before or larger: each softmax needs the other's, so that turns stay turns. A
-/// tile is released when its values are in registers. With the other's tile behind a warpgroup's own softmax, stages
-/// were refilled later, and long requests of 64 lanes took 10 % longer than tiles in pairs had.
+/// 64 lanes: warpgroups take turns. Each scores every other tile (64 keys, all lanes), and multiplies all of them by
+/// its 256 columns: the other's tile before its own, whose weights were there half a turn ago, then its own. So one is
+/// in its softmax while the other's products pass, and each waits only for what the other did before. `top` of a tile
+/// is that of the one before or larger: each softmax needs the other's, so that turns stay turns.
 ///
 /// Hazards. A tile's weights, maxima and flag are announced at an mbarrier of the warpgroup and buffer (two each), for
 /// which both wait once. What tile n wrote there is overwritten for tile n + 4, which lies in the same stage: both have
-/// released tile n. Its maxima are also read with tile n + 1; but its owner
+/// released tile n, behind the product that read its weights. Its maxima are also read with tile n + 1; but its owner
 /// had to wait for tile n + 3, which the other announces after its products of tile n + 1.
-template <int kColumns>
-__device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, unsigned char* query,
-                        unsigned char* stages, unsigned char* weights, int part, int lane_block) {
-  using C = Config<kColumns>;
-  constexpr int kEights = kColumns / 8;
-  constexpr int kByThread = kColumns < 32 ? 32 : kColumns;  // lanes that threads look after: whole warps
+__device__ inline void consume_turns(const Dense& p, const Schedule& schedule, Shared8& s, unsigned char* query,
+                                     unsigned char* stages, unsigned char* weights, int part, int lane_block) {
+  using C = Config<kLanes>;
+  constexpr int kEights = kLanes / 8;
   const int self = static_cast<int>(uniform(threadIdx.x / 128));
   const int tid = threadIdx.x % 128, warp = static_cast<int>(uniform(tid / 32)), lane = tid % 32;
   const int g = lane / 4, t = lane % 4;
@@ -507,7 +495,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
   const uint32_t stage_address = shared_address(stages), weight_address = shared_address(weights);
   const uint32_t value_at = static_cast<uint32_t>(2 * self * kBlockBytes + lane * 128 + ((warp ^ (lane % 8)) * 16));
   const int row = 16 * warp + g;  // of a tile's keys, and row + 8
-  // Of a thread's word of weights: lane 8 j + 2 t + g % 2, four keys.
+  // Of a thread's word of weights: lane 8 j + 2 t + g % 2, four keys. Bytes: see consume().
   const int lane_of_word = 2 * t + g % 2;
   unsigned char* const weight_store =
       weights + lane_of_word * 128 + ((4 * self + warp) ^ lane_of_word) * 16 + g / 2 * 4;
@@ -515,58 +503,44 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
   const bool slot_of_group = schedule.num_slots == schedule.num_groups;
   const bool writes_cut = threadIdx.x == 0 && lane_block == 0;
   if (writes_cut && !slot_of_group) schedule.cuts[part] = {-1, part, 1, 0};
-  int count = 0;  // tiles consumed
-  constexpr int kTogetherBit = 4;
-  uint32_t phases = 0;  // of s.announced[owner][buffer]: bit 2 owner + buffer; of s.together
-  auto meet = [&] {     // of both warpgroups, as in absorbed.cuh
-    mbarrier_arrive(&s.together);
-    mbarrier_wait(&s.together, phases >> kTogetherBit & 1);
-    phases ^= 1u << kTogetherBit;
-  };
+  int count = 0;        // tiles consumed
+  uint32_t phases = 0;  // of s.announced[owner][buffer]: bit 2 owner + buffer
   Walk walk(s);
   while (walk.next(p, schedule, s, part)) {
     Dense::Place place;
     p.place(place, walk.group - 1);
-    const int lanes = max(0, min(kColumns, static_cast<int>(place.num_rows) * p.num_heads - lane0));
+    const int lanes = max(0, min(kLanes, static_cast<int>(place.num_rows) * p.num_heads - lane0));
 
-    // ---- Q: all loads are under way before the last group's is overwritten ----
+    // ---- Q: four threads a lane, all loads under way before the last group's is overwritten ----
     {
-      constexpr int kEach = kConsumerThreads / kColumns;  // threads of a lane
-      constexpr int kPieces = kWidth / 16, kRounds = (kPieces + kEach - 1) / kEach;
-      const int l = threadIdx.x / kEach, first = threadIdx.x % kEach;
+      const int l = threadIdx.x / 4, quarter = threadIdx.x % 4;
       const int of_row = (lane0 + l) / p.num_heads, head = lane0 + l - of_row * p.num_heads;
       const bool real = l < lanes;
+      constexpr int kPieces = kWidth / 16 / 4;
+      uint4 v[kPieces];
       const auto* from = reinterpret_cast<const unsigned char*>(p.q) + (place.first_row + of_row) * p.q_row_stride +
-                         head * p.q_head_stride;
-      uint4 v[kRounds];
+                         head * p.q_head_stride + 16 * quarter;
 #pragma unroll
-      for (int i = 0; i < kRounds; ++i) {
-        const int piece = i * kEach + first;
-        v[i] = real && piece < kPieces ? *reinterpret_cast<const uint4*>(from + 16 * piece) : uint4{0, 0, 0, 0};
-      }
-      meet();  // nobody still reads the last group's
-      if (first == 0) {
+      for (int i = 0; i < kPieces; ++i)
+        v[i] = real ? *reinterpret_cast<const uint4*>(from + 64 * i) : uint4{0, 0, 0, 0};
+      named_barrier_sync(1, kConsumerThreads);  // nobody still reads the last group's
+      if (quarter == 0) {
         s.row_of_lane[l] = of_row;
         s.bounds[l] = real ? static_cast<int>(p.keys_of(place, of_row)) : 0;
       }
-      for (int i = threadIdx.x; i < kTurnSlots * kByThread; i += kConsumerThreads) {
-        const int slot = i / kByThread, of = i % kByThread;
-        s.top[slot][of] = ordered(-INFINITY);
-        s.high[slot / 2][slot % 2][of] = ordered(-INFINITY);
-        if (of < 2) s.moved[slot][of] = 0;
-      }
+      s.turn_top[quarter][l] = ordered(-INFINITY);
+      s.high[quarter / 2][quarter % 2][l] = ordered(-INFINITY);
 #pragma unroll
-      for (int i = 0; i < kRounds; ++i) {
-        const int piece = i * kEach + first;
-        if (piece < kPieces)
-          *reinterpret_cast<uint4*>(query + piece / 8 * C::kQueryBlock + l * 128 + ((piece % 8) ^ (l % 8)) * 16) = v[i];
+      for (int i = 0; i < kPieces; ++i) {
+        const int piece = 4 * i + quarter;
+        *reinterpret_cast<uint4*>(query + piece / 8 * C::kQueryBlock + l * 128 + ((piece % 8) ^ (l % 8)) * 16) = v[i];
       }
     }
     fence_async_shared();
-    meet();
+    named_barrier_sync(1, kConsumerThreads);
     const int tiles = walk.last_tile - walk.first_tile;
 
-    float o[kParts64][kColumns / 2];
+    float o[kParts64][kLanes / 2];
 #pragma unroll
     for (auto& m : o)
 #pragma unroll
@@ -584,51 +558,11 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
       phases ^= 1u << which;
     };
 
-    uint32_t a[2][kParts64][4];
-    auto start_values = [&](int i) {  // of tile i, whose weights are there
-      const int of_slot = i % kTurnSlots;
-      const uint32_t moved[2] = {s.moved[of_slot][0], s.moved[of_slot][1]};  // a bit for each lane
-#pragma unroll
-      for (int j = 0; j < kEights; ++j) {
-        if ((moved[j / 4] >> j % 4 * 8 & 0xffu) == 0) continue;
-        const float2 by = *reinterpret_cast<const float2*>(&s.value_factor[of_slot][8 * j + 2 * t]);
-#pragma unroll
-        for (auto& e : o) e[4 * j] *= by.x, e[4 * j + 1] *= by.y, e[4 * j + 2] *= by.x, e[4 * j + 3] *= by.y;
-      }
-      const uint32_t tile_at = stage_address + (count + i) % kTileStages * kTileBytes8 + value_at;
-      const uint64_t weight_operand = k_major(uniform(weight_address + i / 2 % 2 * C::kWeightBytes + i % 2 * 64));
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {  // 32 keys each
-#pragma unroll
-        for (int m = 0; m < kParts64; ++m) {
-          uint32_t v[4];
-          ldmatrix_x4_trans(v, (tile_at ^ m % 2 * 64) + k * (32 * 128) + m / 2 * kBlockBytes);
-          a[k][m][0] = __byte_perm(v[0], v[1], 0x6420);
-          a[k][m][1] = __byte_perm(v[0], v[1], 0x7531);
-          a[k][m][2] = __byte_perm(v[2], v[3], 0x6420);
-          a[k][m][3] = __byte_perm(v[2], v[3], 0x7531);
-        }
-        hold_registers(a[k]);
-        wgmma_fence();
-#pragma unroll
-        for (int m = 0; m < kParts64; ++m) wgmma_e4m3_rs(o[m], a[k][m], weight_operand + descriptor_step(32 * k));
-        wgmma_commit();
-      }
-      // The values are in registers, and with them the tile is no longer needed.
-      if (lane < kReleasingLanes) mbarrier_arrive(&s.free[(count + i) % kTileStages]);
-    };
-    auto end_values = [&] {
-      wgmma_wait<0>();
-      hold_registers(a[0]), hold_registers(a[1]);
-#pragma unroll
-      for (auto& m : o) hold_registers(m);
-    };
-
 #pragma unroll 1
     for (int own = self; own <= tiles; own += 2) {  // own == tiles: only the other's last tile is left
       const int slot = own % kTurnSlots, before = (own + kTurnSlots - 1) % kTurnSlots;
       const int buffer = own / 2 % 2, stage = (count + own) % kTileStages;
-      float score[kColumns / 2];
+      float score[kLanes / 2];
       if (own < tiles) {
         // ---- scores ----
         const int first_key = (walk.first_tile + own) * kKeys;
@@ -663,58 +597,44 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
               score[4 * j + 2 + x] = state1 == kAbsent || row + 8 >= bound ? -INFINITY : score[4 * j + 2 + x] + add1;
             }
         }
-        // ---- maxima of this tile ----
-        // Of the two columns of each j the largest of the eight g, left in the lanes with g % kEights == j: rounds in
-        // which a lane keeps half of its columns and gives the other half away, then rounds of what is left.
+        // ---- maxima of this tile: as in consume() ----
         {
           float m[2 * kEights];
 #pragma unroll
           for (int c = 0; c < 2 * kEights; ++c) m[c] = fmaxf(score[c / 2 * 4 + c % 2], score[c / 2 * 4 + 2 + c % 2]);
           auto halve = [&](auto of) {
-            constexpr int kLeft = decltype(of)::value;  // of eights afterwards
-            if constexpr (kLeft < kEights) {
-              const bool upper = (g & kLeft) != 0;
+            constexpr int kLeft = decltype(of)::value;
+            const bool upper = (g & kLeft) != 0;
 #pragma unroll
-              for (int c = 0; c < 2 * kLeft; ++c) {
-                const float low = m[c], high = m[c + 2 * kLeft];
-                m[c] = fmaxf(upper ? high : low, __shfl_xor_sync(0xffffffffu, upper ? low : high, 4 * kLeft));
-              }
+            for (int c = 0; c < 2 * kLeft; ++c) {
+              const float low = m[c], high = m[c + 2 * kLeft];
+              m[c] = fmaxf(upper ? high : low, __shfl_xor_sync(0xffffffffu, upper ? low : high, 4 * kLeft));
             }
           };
           halve(std::integral_constant<int, 4>{});
           halve(std::integral_constant<int, 2>{});
           halve(std::integral_constant<int, 1>{});
 #pragma unroll
-          for (int offset = 4 * kEights; offset < 32; offset *= 2)
-#pragma unroll
-            for (int x = 0; x < 2; ++x) m[x] = fmaxf(m[x], __shfl_xor_sync(0xffffffffu, m[x], offset));
-          if (g < kEights) {
-#pragma unroll
-            for (int x = 0; x < 2; ++x)
-              if (m[x] > -INFINITY) raise(&s.high[self][buffer][8 * g + 2 * t + x], ordered(m[x] * scale_log2));
-          }
+          for (int x = 0; x < 2; ++x)
+            if (m[x] > -INFINITY) raise(&s.high[self][buffer][8 * g + 2 * t + x], ordered(m[x] * scale_log2));
         }
         named_barrier_sync(2 + self, 128);
       }
-      if (own > 0) {  // P V of the other's tile, under this one's weights
-        wait_announced(own - 1);
-        wait_loaded(own - 1);
-        start_values(own - 1);
-      }
+      if (own > 0) wait_announced(own - 1);
       if (own < tiles) {
         // ---- what the weights of this tile are relative to, a thread for each lane ----
-        if (tid < kByThread) {
-          const int high = s.high[self][buffer][tid], old = s.top[before][tid], now = max(high, old);
-          const int summed = s.top[slot ^ 2][tid];  // after the last own tile
+        if (tid < kLanes) {
+          const int high = s.high[self][buffer][tid], old = s.turn_top[before][tid], now = max(high, old);
+          const int summed = s.turn_top[slot ^ 2][tid];  // after the last own tile
           const float top = from_ordered(now);
           auto factor = [&](int from) { return now == from ? 1.0f : exp2_fast(from_ordered(from) - top); };
-          s.top[slot][tid] = now;
+          s.turn_top[slot][tid] = now;
           // Where nothing has been seen yet -inf stays -inf, a weight of 0.
           s.shift[self][tid] = now == ordered(-INFINITY) ? 0.0f : top - kWeightExponent;
           s.sum_factor[self][tid] = factor(summed);
           s.value_factor[slot][tid] = factor(old);
           s.high[self][buffer ^ 1][tid] = ordered(-INFINITY);  // of the next own tile
-          const uint32_t moved = __ballot_sync(0xffffffffu, now != old);
+          const bool moved = __any_sync(0xffffffffu, now != old);
           if (lane == 0) s.moved[slot][warp] = moved;
         }
         named_barrier_sync(2 + self, 128);
@@ -731,9 +651,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
           w[3] = exp2_fast(fmaf(score[4 * j + 3], scale_log2, -shift.y));
           sum[2 * j] = fmaf(sum[2 * j], by.x, w[0] + w[2]);
           sum[2 * j + 1] = fmaf(sum[2 * j + 1], by.y, w[1] + w[3]);
-          // Bytes: lane c key g, key g + 8; lane c + 1 likewise. The thread of key g ^ 1 has the other two of a word:
-          // even g takes lane c, odd g lane c + 1.
-          const uint32_t mine = pack_e4m3(w[0], w[2]) | pack_e4m3(w[1], w[3]) << 16;
+          const uint32_t mine = pack_e4m3(w[0], w[2]) | pack_e4m3(w[1], w[3]) << 16;  // as in consume()
           const uint32_t other = __shfl_xor_sync(0xffffffffu, mine, 4);
           *reinterpret_cast<uint32_t*>(weight_store + buffer * C::kWeightBytes + 1024 * j) =
               __byte_perm(mine, other, order);
@@ -741,14 +659,49 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
         fence_async_shared();
         mbarrier_arrive(&s.announced[self][buffer]);
       }
-      end_values();
 
-      // ---- P V of this warpgroup's tile ----
-      if (own < tiles) {
-        wait_announced(own);
-        start_values(own);
+      // ---- P V: the other's tile, then this warpgroup's ----
+#pragma unroll 1
+      for (int i = max(own - 1, 0); i <= min(own, tiles - 1); ++i) {
+        if (i == own) wait_announced(i);
+        else wait_loaded(i);
+        const int of_slot = i % kTurnSlots;
+        const int2 moved = *reinterpret_cast<const int2*>(s.moved[of_slot]);
+        if ((moved.x | moved.y) != 0) {
+#pragma unroll
+          for (int j = 0; j < kEights; ++j)
+#pragma unroll
+            for (int x = 0; x < 2; ++x) {
+              const float factor = s.value_factor[of_slot][8 * j + 2 * t + x];
+#pragma unroll
+              for (auto& e : o) e[4 * j + x] *= factor, e[4 * j + 2 + x] *= factor;
+            }
+        }
+        const uint32_t tile_at = stage_address + (count + i) % kTileStages * kTileBytes8 + value_at;
+        const uint64_t weight_operand = k_major(uniform(weight_address + i / 2 % 2 * C::kWeightBytes + i % 2 * 64));
+        uint32_t a[2][kParts64][4];
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {  // 32 keys each
+#pragma unroll
+          for (int m = 0; m < kParts64; ++m) {
+            uint32_t v[4];
+            ldmatrix_x4_trans(v, (tile_at ^ m % 2 * 64) + k * (32 * 128) + m / 2 * kBlockBytes);
+            a[k][m][0] = __byte_perm(v[0], v[1], 0x6420);
+            a[k][m][1] = __byte_perm(v[0], v[1], 0x7531);
+            a[k][m][2] = __byte_perm(v[2], v[3], 0x6420);
+            a[k][m][3] = __byte_perm(v[2], v[3], 0x7531);
+          }
+          wgmma_fence();
+#pragma unroll
+          for (int m = 0; m < kParts64; ++m) wgmma_e4m3_rs(o[m], a[k][m], weight_operand + descriptor_step(32 * k));
+          wgmma_commit();
+        }
+        wgmma_wait<0>();
+        hold_registers(a[0]), hold_registers(a[1]);
+#pragma unroll
+        for (auto& m : o) hold_registers(m);
+        if (lane < kReleasingLanes) mbarrier_arrive(&s.free[(count + i) % kTileStages]);
       }
-      end_values();
     }
     count += tiles;
 
@@ -756,37 +709,29 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
     // Sums over eight threads as maxima above: a thread is left with two lanes.
     auto halve_sums = [&](auto of) {
       constexpr int kLeft = decltype(of)::value;
-      if constexpr (kLeft < kEights) {
-        const bool upper = (g & kLeft) != 0;
+      const bool upper = (g & kLeft) != 0;
 #pragma unroll
-        for (int c = 0; c < 2 * kLeft; ++c) {
-          const float low = sum[c], high = sum[c + 2 * kLeft];
-          sum[c] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, 4 * kLeft);
-        }
+      for (int c = 0; c < 2 * kLeft; ++c) {
+        const float low = sum[c], high = sum[c + 2 * kLeft];
+        sum[c] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, 4 * kLeft);
       }
     };
     halve_sums(std::integral_constant<int, 4>{});
     halve_sums(std::integral_constant<int, 2>{});
     halve_sums(std::integral_constant<int, 1>{});
 #pragma unroll
-    for (int offset = 4 * kEights; offset < 32; offset *= 2)
-#pragma unroll
-      for (int x = 0; x < 2; ++x) sum[x] += __shfl_xor_sync(0xffffffffu, sum[x], offset);
-    if (g < kEights) {
-#pragma unroll
-      for (int x = 0; x < 2; ++x) s.sums[self][warp][8 * g + 2 * t + x] = sum[x];
-    }
-    meet();
+    for (int x = 0; x < 2; ++x) s.sums[self][warp][8 * g + 2 * t + x] = sum[x];
+    named_barrier_sync(1, kConsumerThreads);
     p.place(place, walk.group - 1);  // again, rather than kept through the loop
     const bool complete = walk.first_tile == 0 && walk.last_tile == walk.tiles;
-    if (threadIdx.x < kColumns) {
+    if (threadIdx.x < kLanes) {
       const int l = threadIdx.x, last = tiles - 1;
-      const int top = s.top[last % kTurnSlots][l];
+      const int top = s.turn_top[last % kTurnSlots][l];
       float total = 0.0f;
       for (int i = 0; i < 2;
            ++i) {                 // the warpgroup of the last tile, and the other, whose sums stand where its tile was
         const int of = last - i;  // -1: none, a sum of 0
-        const int summed = s.top[(of + kTurnSlots) % kTurnSlots][l];
+        const int summed = s.turn_top[(of + kTurnSlots) % kTurnSlots][l];
         const float by = summed == top ? 1.0f : exp2_fast(from_ordered(summed) - from_ordered(top));
         for (int w = 0; w < kWarpsEach; ++w) total += s.sums[(of + 2) % 2][w][l] * by;
       }
@@ -805,7 +750,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
         else if (p.lse != nullptr) p.lse[out_row * p.lse_row_stride + head] = lse;
       }
     }
-    meet();
+    named_barrier_sync(1, kConsumerThreads);
     const int column0 = self * kHalf + 16 * warp + 2 * g;  // of the first product
     const bool as_bf16 = complete && p.out_dtype == DType::kBf16;
     unsigned char* const out = static_cast<unsigned char*>(complete ? p.out : static_cast<void*>(p.partial));
@@ -833,7 +778,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
 #pragma unroll
       for (auto& e : o)
 #pragma unroll
-        for (int x = 0; x + 4 * kAtOnce < kColumns / 2; ++x) e[x] = e[x + 4 * kAtOnce];
+        for (int x = 0; x + 4 * kAtOnce < kLanes / 2; ++x) e[x] = e[x + 4 * kAtOnce];
     }
     if (walk.first_tile == 0 && writes_cut)  // of a part the last group that begins in it
       schedule.cuts[slot_of_group ? walk.group - 1 : part] = {walk.group - 1, part, walk.parts(s, part), 0};
@@ -860,7 +805,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(&s.free[i], kConsumerThreads / 32 * kReleasingLanes);
     }
     for (int i = 0; i < 4; ++i) mbarrier_init(&s.announced[i / 2][i % 2], kConsumerThreads / 2);
-    mbarrier_init(&s.together, kConsumerThreads);
     fence_mbarrier_init();
     s.first_group = schedule.num_groups;
     s.end_group = 0;
@@ -872,11 +816,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   // 1.2 us of 14.1 with one request.
   find_part(p, schedule, part, s, reinterpret_cast<int*>(weights));
   if (threadIdx.x < kConsumerThreads) {
-    register_increase<C::kOthersRegisters>();
-    if constexpr (kColumns == kLanes) consume<kColumns>(p, schedule, s, query, stages, weights, part, lane_block);
-    else consume_pairs<kColumns>(p, schedule, s, query, stages, weights, part, lane_block);
+    register_increase<kOthersRegisters>();
+    if constexpr (kColumns == kLanes) consume_turns(p, schedule, s, query, stages, weights, part, lane_block);
+    else consume<kColumns>(p, schedule, s, query, stages, weights, part, lane_block);
   } else {
-    register_decrease<C::kLoaderRegisters>();
+    register_decrease<kLoaderRegisters>();
     if (threadIdx.x < kConsumerThreads + 32)
       produce(p, schedule, s, shared_address(stages), part, lane_block * kLanes, map);
   }
