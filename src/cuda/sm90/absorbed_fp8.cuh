@@ -215,6 +215,12 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
   const uint32_t value_at = static_cast<uint32_t>(lane * 128 + ((warp ^ (lane % 8)) * 16));
   const bool slot_of_group = schedule.num_slots == schedule.num_groups;
   int count = 0;  // tiles consumed
+  uint32_t phase = 0;
+  auto meet = [&] {  // of both warpgroups, as in absorbed.cuh
+    mbarrier_arrive(&s.together);
+    mbarrier_wait(&s.together, phase);
+    phase ^= 1;
+  };
   int4 cut = {-1, part, 1, 0};
   Walk walk(s);
   while (walk.next(p, schedule, s, part)) {
@@ -237,7 +243,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
         const int piece = i * kEach + first;
         v[i] = real && piece < kPieces ? *reinterpret_cast<const uint4*>(from + 16 * piece) : uint4{0, 0, 0, 0};
       }
-      named_barrier_sync(1, kConsumerThreads);  // nobody still reads the last group's
+      meet();  // nobody still reads the last group's
       if (first == 0) {
         s.row_of_lane[l] = of_row;
         s.bounds[l] = real ? static_cast<int>(p.keys_of(place, of_row)) : 0;
@@ -251,7 +257,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
       }
     }
     fence_async_shared();
-    named_barrier_sync(1, kConsumerThreads);
+    meet();
     const int least = s.bounds[0];
     const int tiles = walk.last_tile - walk.first_tile;
 
@@ -423,7 +429,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
       for (int offset = 4; offset < 32; offset *= 2) sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], offset);
       if (g == 0) s.sums[self][warp][c / 2 * 8 + 2 * t + c % 2] = sum[c];
     }
-    named_barrier_sync(1, kConsumerThreads);
+    meet();
     p.place(place, walk.group - 1);  // again, rather than kept through the loop
     const bool complete = walk.first_tile == 0 && walk.last_tile == walk.tiles;
     if (threadIdx.x < kColumns) {
@@ -447,7 +453,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
         else if (p.lse != nullptr) p.lse[out_row * p.lse_row_stride + head] = lse;
       }
     }
-    named_barrier_sync(1, kConsumerThreads);
+    meet();
     const int column0 = self * kHalf + 16 * warp + 2 * g;  // of the first product
 #pragma unroll
     for (int j = 0; j < kEights; ++j)
@@ -503,8 +509,14 @@ __device__ inline void consume_turns(const Dense& p, const Schedule& schedule, S
   const bool slot_of_group = schedule.num_slots == schedule.num_groups;
   const bool writes_cut = threadIdx.x == 0 && lane_block == 0;
   if (writes_cut && !slot_of_group) schedule.cuts[part] = {-1, part, 1, 0};
-  int count = 0;        // tiles consumed
-  uint32_t phases = 0;  // of s.announced[owner][buffer]: bit 2 owner + buffer
+  int count = 0;  // tiles consumed
+  constexpr int kTogetherBit = 4;
+  uint32_t phases = 0;  // of s.announced[owner][buffer]: bit 2 owner + buffer; of s.together
+  auto meet = [&] {     // of both warpgroups, as in absorbed.cuh
+    mbarrier_arrive(&s.together);
+    mbarrier_wait(&s.together, phases >> kTogetherBit & 1);
+    phases ^= 1u << kTogetherBit;
+  };
   Walk walk(s);
   while (walk.next(p, schedule, s, part)) {
     Dense::Place place;
@@ -523,7 +535,7 @@ __device__ inline void consume_turns(const Dense& p, const Schedule& schedule, S
 #pragma unroll
       for (int i = 0; i < kPieces; ++i)
         v[i] = real ? *reinterpret_cast<const uint4*>(from + 64 * i) : uint4{0, 0, 0, 0};
-      named_barrier_sync(1, kConsumerThreads);  // nobody still reads the last group's
+      meet();  // nobody still reads the last group's
       if (quarter == 0) {
         s.row_of_lane[l] = of_row;
         s.bounds[l] = real ? static_cast<int>(p.keys_of(place, of_row)) : 0;
@@ -537,7 +549,7 @@ __device__ inline void consume_turns(const Dense& p, const Schedule& schedule, S
       }
     }
     fence_async_shared();
-    named_barrier_sync(1, kConsumerThreads);
+    meet();
     const int tiles = walk.last_tile - walk.first_tile;
 
     float o[kParts64][kLanes / 2];
@@ -721,7 +733,7 @@ __device__ inline void consume_turns(const Dense& p, const Schedule& schedule, S
     halve_sums(std::integral_constant<int, 1>{});
 #pragma unroll
     for (int x = 0; x < 2; ++x) s.sums[self][warp][8 * g + 2 * t + x] = sum[x];
-    named_barrier_sync(1, kConsumerThreads);
+    meet();
     p.place(place, walk.group - 1);  // again, rather than kept through the loop
     const bool complete = walk.first_tile == 0 && walk.last_tile == walk.tiles;
     if (threadIdx.x < kLanes) {
@@ -750,7 +762,7 @@ __device__ inline void consume_turns(const Dense& p, const Schedule& schedule, S
         else if (p.lse != nullptr) p.lse[out_row * p.lse_row_stride + head] = lse;
       }
     }
-    named_barrier_sync(1, kConsumerThreads);
+    meet();
     const int column0 = self * kHalf + 16 * warp + 2 * g;  // of the first product
     const bool as_bf16 = complete && p.out_dtype == DType::kBf16;
     unsigned char* const out = static_cast<unsigned char*>(complete ? p.out : static_cast<void*>(p.partial));
@@ -805,6 +817,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(&s.free[i], kConsumerThreads / 32 * kReleasingLanes);
     }
     for (int i = 0; i < 4; ++i) mbarrier_init(&s.announced[i / 2][i % 2], kConsumerThreads / 2);
+    mbarrier_init(&s.together, kConsumerThreads);
     fence_mbarrier_init();
     s.first_group = schedule.num_groups;
     s.end_group = 0;
