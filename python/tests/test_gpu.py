@@ -1,7 +1,6 @@
 """On a GPU: PyTorch and CuPy on their streams, scratch, plans, backends with captured steps, and the host's share of a call."""
 
 import numpy as np
-import overhead
 import pytest
 import reference as ref
 from conftest import BF16_TOLERANCE, assert_close
@@ -9,6 +8,8 @@ from conftest import BF16_TOLERANCE, assert_close
 import gannet
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+import overhead  # noqa: E402
+
 pytestmark = pytest.mark.skipif(gannet.cuda_device_count() == 0, reason=f"no CUDA device: {gannet.why_no_cuda()}")
 
 LENS = [300, 0, 65]
