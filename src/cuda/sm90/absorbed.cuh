@@ -185,8 +185,8 @@ __device__ inline float square_root(float x) {  // one instruction
 
 /// Below this many tiles a piece's partial results cost more than it saves.
 __device__ inline int least_piece(int total_tiles, int lanes) {
-  return static_cast<int>(
-      square_root(kPartTiles * static_cast<float>(total_tiles) * static_cast<float>(lanes) / kLanes));
+  const float tiles = square_root(kPartTiles * static_cast<float>(total_tiles) * static_cast<float>(lanes) / kLanes);
+  return max(1, static_cast<int>(tiles + 0.5f));
 }
 
 /// The shortest piece such that groups of tiles[0..num_groups) cut into even pieces of at most that length are no more
@@ -994,47 +994,73 @@ constexpr int kCombineThreads = 512, kCombineWarps = kCombineThreads / 32;
 constexpr int kColumnsAtOnce = 128;                    // 16 bytes of each thread of a warp
 constexpr int kHalves = kLatent / kColumnsAtOnce / 2;  // of a lane's columns; a warp sums one of them
 constexpr int kPartsAtOnce = 4;                        // of a warp, their loads under way together
+constexpr int kShares = 5;                             // an item is shared by 1, 2, 4, 8 or 16 warps
 struct CombineShared {
-  int4 cuts[kMaxParts];
-  int num_cuts, most_parts;
+  int4 cut;              // of the group that this block is at,
+  uint32_t first_block;  // and which of all blocks' turns is that group's first
+  uint32_t before_warp[kMaxParts / 32];
   float4 sums[kCombineWarps][2][32];
 };
 
 __device__ inline float larger_or_nan(float a, float b) { return b > a || isnan(b) ? b : a; }
 
 /// Merges the parts of the groups that were cut, in the order of their keys. An item is half of the columns of a lane;
-/// as many warps share one as leave each four parts at most, where a block has so many. That depends on the groups'
-/// lengths alone, not on the number of blocks: sums of a call do not change with what its buffers have room for. One
-/// way for all of them: instructions that run once a call cost 8 cycles each, and of three ways with all loads
-/// unrolled this kernel had 3,280, a thousand of them on the way of one call.
+/// as many warps share one as leave each kPartsAtOnce parts at most, or, where that asks for more blocks than are on
+/// the chip at once, at least. Each group has its own number: with that of the longest for all, 8 requests of mixed
+/// lengths and 128 heads took 63.4 us, 56.0 with a warp an item. It depends on the groups' lengths alone, not on the
+/// number of blocks: sums of a call do not change with what its buffers have room for. One way for all of them:
+/// instructions that run once a call cost 8 cycles each, and of three ways with all loads unrolled this kernel had
+/// 3,280, a thousand of them on the way of one call.
 template <class Problem>
 __global__ void __launch_bounds__(kCombineThreads, 2)
     combine_kernel(const __grid_constant__ Problem p, const Schedule schedule) {
   __shared__ CombineShared s;
   const int tid = threadIdx.x, warp = tid / 32, in_warp = tid % 32;
-  if (tid == 0) s.num_cuts = s.most_parts = 0;
   wait_for_stream();
   let_next_start();
-  __syncthreads();
-  static_assert(kMaxParts <= kCombineThreads);
-  if (tid < schedule.num_slots) {
-    const int4 cut = schedule.cuts[tid];
-    if (cut.x >= 0 && cut.z > 1) {
-      s.cuts[atomicAdd(&s.num_cuts, 1)] = cut;
-      atomicMax(&s.most_parts, cut.z);
-    }
+  static_assert(kMaxParts <= kCombineThreads && (1 << (kShares - 1)) == kCombineWarps);
+  const uint32_t lanes = static_cast<uint32_t>(p.lanes_per_group());
+  // Turns of a block for each slot's group, so many with most warps an item, so many with least: 16 bits each are
+  // enough for all of them, since cuts are no more than parts, and 64 lanes of all parts fit the chip.
+  int4 own = {-1, 0, 1, 0};
+  if (tid < schedule.num_slots) own = schedule.cuts[tid];
+  const uint32_t parts = own.x >= 0 ? static_cast<uint32_t>(own.z) : 1;
+  const int least_bits = min(max(29 - __clz(parts), 0), kShares - 1);  // floor(log2(parts / kPartsAtOnce))
+  const int most_bits = min(least_bits + (kPartsAtOnce << least_bits < parts), kShares - 1);
+  auto turns = [&](int bits) { return ((lanes * kHalves << bits) + kCombineWarps - 1) / kCombineWarps; };
+  const uint32_t own_turns = parts > 1 ? turns(most_bits) << 16 | turns(least_bits) : 0;
+  uint32_t end = own_turns, total = 0;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const uint32_t other = __shfl_up_sync(0xffffffffu, end, offset);
+    if (in_warp >= offset) end += other;
   }
+  if (in_warp == 31 && warp < kMaxParts / 32) s.before_warp[warp] = end;
   __syncthreads();
-  int bits = 0;  // warps of an item: 2^bits
-  while (1 << bits < kCombineWarps && kPartsAtOnce << bits < s.most_parts) ++bits;
-  const int shared_by = 1 << bits, first = warp & (shared_by - 1), first_warp = warp - first;
-  const uint32_t items_at_once = kCombineWarps >> bits;
-  const uint32_t lanes = static_cast<uint32_t>(p.lanes_per_group()), items = s.num_cuts * lanes * kHalves;
+#pragma unroll
+  for (int w = 0; w < kMaxParts / 32; ++w) {
+    const uint32_t of_warp = s.before_warp[w];
+    if (w < warp) end += of_warp;
+    total += of_warp;
+  }
+  // As many blocks as the chip holds: of the grid itself there may be fewer.
+  const bool most = total >> 16 <= 2 * static_cast<uint32_t>(schedule.num_parts * schedule.lane_blocks);
+  const int half_word = most ? 16 : 0;
+  const uint32_t own_end = end >> half_word & 0xffffu, own_begin = own_end - (own_turns >> half_word & 0xffffu);
+  total = total >> half_word & 0xffffu;
 #pragma unroll 1
-  for (uint32_t base = blockIdx.x * items_at_once; base < items; base += gridDim.x * items_at_once) {
-    const uint32_t item = min(base + (warp >> bits), items - 1);  // the last one more than once rather than a branch
-    const uint32_t of_cut = item / kHalves / lanes, lane = item / kHalves - of_cut * lanes, half = item % kHalves;
-    const int4 cut = s.cuts[of_cut];
+  for (uint32_t turn = blockIdx.x; turn < total; turn += gridDim.x) {
+    if (turn >= own_begin && turn < own_end) {
+      s.cut = {own.x, own.y, own.z, most ? most_bits : least_bits};
+      s.first_block = own_begin;
+    }
+    __syncthreads();
+    const int4 cut = s.cut;
+    const int bits = cut.w, shared_by = 1 << bits, first = warp & (shared_by - 1), first_warp = warp - first;
+    // The last item more than once rather than a branch.
+    const uint32_t item =
+        min(((turn - s.first_block) * kCombineWarps + warp) >> bits, static_cast<uint32_t>(lanes * kHalves - 1));
+    const uint32_t lane = item / kHalves, half = item % kHalves;
     // A few thousand partial results: 32 bits.
     auto index_of = [&](int i) {
       return static_cast<uint32_t>(((2 * (cut.y + i) + (i == 0)) * schedule.lane_blocks + lane / kLanes) * kLanes +
@@ -1058,7 +1084,13 @@ __global__ void __launch_bounds__(kCombineThreads, 2)
       }
       if (i == first) {  // the sum of all weights, while they are under way
 #pragma unroll 1
-        for (int n = in_warp; n < cut.z; n += 32) top = larger_or_nan(top, p.partial_lse[index_of(n)]);
+        for (int n = in_warp; n < cut.z; n += 4 * 32) {  // four at once: each alone would wait for the L2
+          float l[4];
+#pragma unroll
+          for (int k = 0; k < 4; ++k) l[k] = n + 32 * k < cut.z ? p.partial_lse[index_of(n + 32 * k)] : -INFINITY;
+#pragma unroll
+          for (int k = 0; k < 4; ++k) top = larger_or_nan(top, l[k]);
+        }
 #pragma unroll
         for (int offset = 16; offset > 0; offset /= 2)
           top = larger_or_nan(top, __shfl_xor_sync(0xffffffffu, top, offset));
@@ -1104,7 +1136,7 @@ __global__ void __launch_bounds__(kCombineThreads, 2)
     }
     if (p.lse != nullptr && half == 0 && first == 0 && in_warp == 0)
       p.lse[row * p.lse_row_stride + head] = sum == 0.0f ? -INFINITY : top + __logf(sum);
-    if (shared_by > 1) __syncthreads();
+    __syncthreads();  // s.cut and the sums have been read
   }
 }
 

@@ -20,14 +20,15 @@ constexpr int kCutTiles = 4, kCutTiles64 = 7;
 /// Cuts of the line move by up to so many tiles so as not to leave a piece below it: a piece costs kFixedTiles.
 constexpr int kMinPiece = 2;
 
-/// What a part adds to a call's time by its partial results of 64 lanes, written and read by the whole chip (256 KB at
-/// 4 TB/s: 0.065 us), over that of a tile in a block (1.7 us). With n parts of total / n tiles the time is least at a
-/// piece of sqrt(kPartTiles * total) tiles.
-constexpr float kPartTiles = 0.038f;
+/// What a part adds to a call's time by its partial results of 64 lanes, written and merged, over that of a tile in a
+/// block (2 us). One request of 128 heads took 15.4, 17.7 and 22.3 us in 16, 32 and 64 parts of a tile, and 26.0, 30.6
+/// and 38.6 us in 64 parts of 2, 4 and 8. With n parts of total / n tiles the time is least at a piece of
+/// sqrt(kPartTiles * total) tiles. Of 16 lanes, a quarter: 12.6 and 14.5 us in 32 and 64 parts of a tile.
+constexpr float kPartTiles = 0.065f;
 
 /// So many tiles before they are loaded gathered rows are asked for from memory, so that the L2 answers their load.
-/// Sparse decode gained 3 % in the mean, 64 requests of 128 heads 9 %. Pages lose by it: 2 tiles ahead took 715 us where
-/// none took 637 (128 requests of 16 heads, 16,384 keys), and 648 where none took 593 (64 of 128 heads).
+/// Sparse decode gained 3 % in the mean, 64 requests of 128 heads 9 %. Pages lose by it: 2 tiles ahead took 715 us
+/// where none took 637 (128 requests of 16 heads, 16,384 keys), and 648 where none took 593 (64 of 128 heads).
 constexpr int kRowsAhead = 2;
 
 /// Lanes of a warp that arrive when a half of a tile is released: 1 is enough, 32 are what racecheck can follow. Four
