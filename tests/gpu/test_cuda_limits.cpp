@@ -13,6 +13,7 @@
 #include <functional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "gannet/cuda.h"
@@ -25,6 +26,7 @@ namespace gannet_test {
 namespace {
 
 using namespace gannet;
+using gannet_tests::AbsorbedFormat;
 using gannet_tests::DecodeProblem;
 using gannet_tests::IndexProblem;
 using gannet_tests::SparseProblem;
@@ -587,6 +589,57 @@ TEST_F(CudaLimits, PrefillOf65537Requests) {
       expect_rows(name, info, got.floats(name), expected);
     }
   }
+}
+
+// ---- padding ----------------------------------------------------------------------------------------------------
+
+/// The first `n` of a view's rows; absent views stay absent.
+TensorView first_rows(TensorView v, int64_t n) {
+  if (v.given()) v.shape[0] = n;
+  return v;
+}
+
+/// cuda_sm90 cuts requests by what all of them have; requests without keys or without rows take no part in that, so
+/// that the graph of a larger batch gives the bits of the batch itself. More requests than parts, and fewer; short
+/// ones, which stay whole, and such that are cut.
+TEST_F(CudaLimits, PaddedBatchesGiveTheSameBits) {
+  struct Kind {
+    AbsorbedFormat format;
+    int64_t heads;
+    bool ragged;
+  };
+  int ran = 0;
+  for (const auto& [real, padded] : {std::pair{1, 30}, {5, 200}, {40, 150}, {100, 256}, {140, 256}, {3, 500}}) {
+    for (const Kind& kind : {Kind{{DType::kBf16, LatentFormat::kBf16}, 16, true},
+                             {{DType::kBf16, LatentFormat::kBf16}, 16, false},
+                             {{DType::kBf16, LatentFormat::kBf16}, 128, false},
+                             {{DType::kE4m3, LatentFormat::kE4m3}, 64, false},
+                             {{DType::kBf16, LatentFormat::kPacked656}, 16, true}}) {
+      verify::PagedSpec spec;
+      for (int i = 0; i < padded; ++i) {
+        spec.seq_lens.push_back(i >= real ? 0 : i % 16 == 0 ? 2900 : 1 + i * 97 % 300);
+        if (kind.ragged) spec.ragged.push_back(i < real);
+      }
+      const DecodeProblem d(spec, kind.format, kind.heads);
+      MlaDecode batch = d.params;
+      batch.rows.seq_lens = first_rows(batch.rows.seq_lens, real);
+      batch.rows.cu_q_lens = first_rows(batch.rows.cu_q_lens, real + 1);
+      batch.pages.pages = first_rows(batch.pages.pages, real);
+      for (TensorView* const v : {&batch.q, &batch.out, &batch.lse, &batch.max_logits}) *v = first_rows(*v, real);
+      for (const ImplInfo& info : on_device(d.params)) {
+        if (info.name != "cuda_sm90") continue;
+        ++ran;
+        const std::vector<float> want = verify::run(batch, {.impl = info.name}).floats("out"),
+                                 got = verify::run(d.params, {.impl = info.name}).floats("out");
+        ASSERT_LE(want.size(), got.size());
+        EXPECT_EQ(std::memcmp(want.data(), got.data(), want.size() * sizeof(float)), 0)
+            << real << " of " << padded << " requests, " << kind.heads << " heads" << (kind.ragged ? ", ragged" : "");
+        EXPECT_TRUE(std::all_of(got.begin() + static_cast<std::ptrdiff_t>(want.size()), got.end(),
+                                [](float x) { return x == 0.0f; }));
+      }
+    }
+  }
+  if (ran == 0) GTEST_SKIP() << "cuda_sm90 does not run here";
 }
 
 // ---- the same bits, again and again -----------------------------------------------------------------------------

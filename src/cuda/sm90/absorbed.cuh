@@ -120,6 +120,7 @@ struct Shared {
   int64_t query_at[kLanes];                   // where a lane's query begins, in elements; -1: no such lane
   alignas(16) uint8_t state[kStages][kKeys];  // of each key of a stage
   int first_group, end_group, first_start;
+  int has_blanks;                              // there are groups without tiles: see Walk
   int payload, total;                          // of the line where it is cut; payload 0: the part has whole groups
   int piece;                                   // longest piece in tiles where each part has one, else 0
   int piece_first, piece_last, piece_tiles;    // of the only piece: its tiles, and those of its group
@@ -150,24 +151,31 @@ template <class Problem>
 __device__ int group_tiles(const Problem& p, int group) {
   typename Problem::Place g;
   if (!p.place(g, group)) return 0;
-  const int n = static_cast<int>(p.keys_of(g, g.num_rows - 1));
-  return n <= 0 ? 1 : (n + kKeys - 1) / kKeys;  // a group without keys takes a tile in which nothing is seen
+  return (max(0, static_cast<int>(p.keys_of(g, g.num_rows - 1))) + kKeys - 1) / kKeys;
+}
+/// Whether a group has rows but no keys, as the padding of a captured batch does: its results are 0.
+template <class Problem>
+__device__ bool is_blank(const Problem& p, int group) {
+  typename Problem::Place g;
+  return p.place(g, group) && p.keys_of(g, g.num_rows - 1) <= 0;
 }
 
 // ---- schedule ---------------------------------------------------------------------------------------------------
 
-/// The sum over all threads before this one, and of all. Every thread of the block calls it.
-__device__ inline int scan_threads(int own, int (&warp_sums)[kThreads / 32], int& total) {
+/// The sum over all threads before this one, and of all; `warp_sums` holds a number a warp. Every thread of the block
+/// calls it.
+template <class T>
+__device__ T scan_threads(T own, T* warp_sums, T& total) {
   const int tid = threadIdx.x;
-  int inclusive = own;
+  T inclusive = own;
   for (int offset = 1; offset < 32; offset *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, inclusive, offset);
+    const T other = __shfl_up_sync(0xffffffffu, inclusive, offset);
     if (tid % 32 >= offset) inclusive += other;
   }
   __syncthreads();  // the last use of warp_sums is over
   if (tid % 32 == 31) warp_sums[tid / 32] = inclusive;
   __syncthreads();
-  int before = 0;
+  T before = 0;
   total = 0;
   for (int w = 0; w < kThreads / 32; ++w) {
     if (w < tid / 32) before += warp_sums[w];
@@ -220,7 +228,8 @@ __device__ inline int shortest_piece(const int* tiles, int num_groups, int num_p
 
 __device__ inline void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-/// Where this part begins. `scratch` holds kMaxParts numbers.
+/// Where this part begins. Groups without tiles have no place in it, so that a batch gives the same bits whatever it
+/// is padded to. `scratch` holds 2 * kMaxParts numbers.
 template <class Problem>
 __device__ void find_part(const Problem& p, const Schedule& schedule, int part, Shared& s, int* scratch) {
   const int tid = threadIdx.x, num_groups = schedule.num_groups, num_parts = schedule.num_parts;
@@ -231,9 +240,10 @@ __device__ void find_part(const Problem& p, const Schedule& schedule, int part, 
     const int tiles = group_tiles(p, 0);
     int piece = max(ceil_div(tiles, num_parts), least_piece(tiles, lanes));
     if (tiles <= piece + cut_price) piece += cut_price;
-    const int pieces = ceil_div(tiles, piece), each = tiles / pieces, longer = tiles % pieces;
+    const int pieces = ceil_div(tiles, piece), each = tiles / max(pieces, 1), longer = tiles - each * pieces;
     if (tid == 0) {
       s.piece = piece;
+      s.has_blanks = tiles == 0;
       if (part < pieces) {
         s.first_group = 0;
         s.end_group = 1;
@@ -247,29 +257,44 @@ __device__ void find_part(const Problem& p, const Schedule& schedule, int part, 
   }
   const int per_thread = ceil_div(num_groups, kThreads);
   const int begin = min(tid * per_thread, num_groups), end = min(begin + per_thread, num_groups);
-  int own = 0;
+  int own_tiles = 0, own_groups = 0;  // and groups with tiles
 #pragma unroll 1
-  for (int g = begin; g < end; ++g) own += group_tiles(p, g);
-  const bool few = num_groups <= num_parts;  // kMaxParts < kThreads: then at most one group a thread
-  if (few && tid < num_groups) scratch[tid] = own;
-  int total_tiles;
-  const int tiles_before = scan_threads(own, s.partial_sum, total_tiles);
-  const int line = total_tiles + kFixedTiles * num_groups;
+  for (int g = begin; g < end; ++g) {
+    const int tiles = group_tiles(p, g);
+    own_tiles += tiles;
+    own_groups += tiles > 0;
+  }
+  int64_t totals;  // both numbers in one: tiles above
+  constexpr int64_t kTile = int64_t{1} << 32;
+  const int64_t before = scan_threads(own_tiles * kTile + own_groups, s.query_at, totals);
+  const int tiles_before = static_cast<int>(before >> 32), groups_before = static_cast<int>(before),
+            total_tiles = static_cast<int>(totals >> 32), with_tiles = static_cast<int>(totals);
+  if (tid == 0) s.has_blanks = with_tiles < num_groups;
+  const int line = total_tiles + kFixedTiles * with_tiles;
   const int payload = max(ceil_div(line, num_parts), kMinPiece);
-  if (few) {
-    int piece = shortest_piece(scratch, num_groups, num_parts, total_tiles, lanes, s.partial_sum);
+  if (with_tiles <= num_parts) {  // kMaxParts < kThreads: at most one of them a thread
+    int* const groups = scratch + kMaxParts;
+    int at = groups_before;
+#pragma unroll 1
+    for (int g = begin; g < end; ++g) {
+      const int tiles = own_groups == 0 ? 0 : per_thread == 1 ? own_tiles : group_tiles(p, g);
+      if (tiles > 0) scratch[at] = tiles, groups[at++] = g;
+    }
+    __syncthreads();
+    const int own = tid < with_tiles ? scratch[tid] : 0;
+    int piece = shortest_piece(scratch, with_tiles, num_parts, total_tiles, lanes, s.partial_sum);
     // All groups stay whole where that is little longer: 32 requests of 128 heads with 1,024 keys 44.2 us for 49.1.
     if (!__syncthreads_or(own > piece + cut_price)) piece += cut_price;
-    const int pieces = tid < num_groups ? ceil_div(own, piece) : 0;
+    const int pieces = ceil_div(own, piece);
     int total;
     const int start = scan_threads(pieces, s.partial_sum, total);
     // Longer pieces than the line's, but each part has one: no second prologue, and fewer merges or none.
-    if (total == num_groups || piece <= payload + payload / 16 + kMinPiece) {
+    if (with_tiles == 1 || total == with_tiles || piece <= payload + payload / 16 + kMinPiece) {
       if (tid == 0) s.piece = piece;
       if (part >= start && part < start + pieces) {
         const int i = part - start, each = own / pieces, longer = own % pieces;  // the first `longer` have a tile more
-        s.first_group = tid;
-        s.end_group = tid + 1;
+        s.first_group = groups[tid];
+        s.end_group = groups[tid] + 1;
         s.piece_first = each * i + min(i, longer);
         s.piece_last = s.piece_first + each + (i < longer);
         s.piece_tiles = own;
@@ -284,14 +309,16 @@ __device__ void find_part(const Problem& p, const Schedule& schedule, int part, 
   __syncthreads();
   if (tid < num_parts) loads[tid] = 0;
   __syncthreads();
-  const int line_start = tiles_before + kFixedTiles * begin;
+  const int line_start = tiles_before + kFixedTiles * groups_before;
   auto part_of = [&](int start, int cost) {
     return static_cast<int>((static_cast<int64_t>(start) + cost / 2) * num_parts / line);
   };
   int start = line_start;
 #pragma unroll 1
   for (int g = begin; g < end; ++g) {
-    const int cost = group_tiles(p, g) + kFixedTiles, of = part_of(start, cost);
+    const int tiles = group_tiles(p, g), cost = tiles + kFixedTiles;
+    if (tiles == 0) continue;
+    const int of = part_of(start, cost);
     atomicAdd(&loads[of], cost);
     if (of == part) {
       atomicMin(&s.first_group, g);
@@ -320,7 +347,8 @@ __device__ void find_part(const Problem& p, const Schedule& schedule, int part, 
   start = line_start;
 #pragma unroll 1
   for (int g = begin; g < end; ++g) {
-    const int cost = group_tiles(p, g) + kFixedTiles;
+    const int tiles = group_tiles(p, g), cost = tiles + kFixedTiles;
+    if (tiles == 0) continue;
     if (target >= start && target < start + cost) s.first_group = g, s.first_start = start;
     start += cost;
   }
@@ -335,13 +363,30 @@ __device__ inline int settle(int cut, int tiles) {
 
 /// The pieces of work of a part, in order; producer and consumers walk them alike. Few numbers: registers are dear.
 struct Walk {
-  int group, start;  // the next group and its place on the line
+  int group, start;  // the next group and its place on the line; after all of those ~the next that may be blank
   int first_tile, last_tile, tiles;
 
   __device__ explicit Walk(const Shared& s) : group(s.first_group), start(s.first_start) {}
   /// Advances to the next piece with tiles, of group `group - 1`; false at the end.
   template <class Problem>
   __device__ bool next(const Problem& p, const Schedule& schedule, const Shared& s, int part) {
+    if (start >= 0) {
+      if (next_piece(p, schedule, s, part)) return true;
+      if (!s.has_blanks) return false;
+      start = ~part;
+    }
+    // Blank groups, in turns: a tile in which nothing is seen.
+#pragma unroll 1
+    while (~start < schedule.num_groups) {
+      group = ~start + 1;
+      start -= schedule.num_parts;
+      first_tile = 0, last_tile = tiles = 1;
+      if (is_blank(p, group - 1)) return true;
+    }
+    return false;
+  }
+  template <class Problem>
+  __device__ bool next_piece(const Problem& p, const Schedule& schedule, const Shared& s, int part) {
     if (s.piece != 0) {
       if (group >= s.end_group) return false;
       first_tile = s.piece_first, last_tile = s.piece_last, tiles = s.piece_tiles;
@@ -349,20 +394,24 @@ struct Walk {
       return true;
     }
     if (s.payload == 0) {
-      if (group >= s.end_group) return false;
-      first_tile = 0, last_tile = tiles = group_tiles(p, group);
-      ++group;
-      return true;
+#pragma unroll 1
+      while (group < s.end_group) {
+        first_tile = 0, last_tile = tiles = group_tiles(p, group);
+        ++group;
+        if (tiles > 0) return true;
+      }
+      return false;
     }
     const int part_begin = part * s.payload, part_end = min(part_begin + s.payload, s.total);
 #pragma unroll 1
     while (group < schedule.num_groups && start < part_end) {
       tiles = group_tiles(p, group);
+      ++group;
+      if (tiles == 0) continue;
       const int origin = start + kFixedTiles;  // the place of tile 0 on the line
       first_tile = settle(max(0, part_begin - origin), tiles);
       last_tile = settle(min(tiles, part_end - origin), tiles);
       start += tiles + kFixedTiles;
-      ++group;
       if (first_tile < last_tile) return true;
     }
     return false;
@@ -931,7 +980,9 @@ __device__ void consume(const Problem& p, const Schedule& schedule, Shared& s, u
       }
     }
     if (walk.first_tile == 0) {
-      cut = {walk.group - 1, part, walk.parts(s, part), 0};
+      const int parts = walk.parts(s, part);
+      // Blank groups come last, and in a part's slot the group stays that goes on behind it.
+      if (slot_of_group || parts > 1) cut = {walk.group - 1, part, parts, 0};
       if (slot_of_group && threadIdx.x == 0 && lane_block == 0) schedule.cuts[walk.group - 1] = cut;
     }
   }
@@ -1024,7 +1075,10 @@ __global__ void __launch_bounds__(kCombineThreads, 2)
   // enough for all of them, since cuts are no more than parts, and 64 lanes of all parts fit the chip.
   int4 own = {-1, 0, 1, 0};
   if (tid < schedule.num_slots) own = schedule.cuts[tid];
-  const uint32_t parts = own.x >= 0 ? static_cast<uint32_t>(own.z) : 1;
+  // Nobody writes the slot of a group without rows.
+  typename Problem::Place own_place;
+  const bool there = schedule.num_slots == schedule.num_groups ? own.x == tid && p.place(own_place, tid) : own.x >= 0;
+  const uint32_t parts = there ? static_cast<uint32_t>(own.z) : 1;
   const int least_bits = min(max(29 - __clz(parts), 0), kShares - 1);  // floor(log2(parts / kPartsAtOnce))
   const int most_bits = min(least_bits + (kPartsAtOnce << least_bits < parts), kShares - 1);
   auto turns = [&](int bits) { return ((lanes * kHalves << bits) + kCombineWarps - 1) / kCombineWarps; };

@@ -473,7 +473,9 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
         }
       }
     if (walk.first_tile == 0) {
-      cut = {walk.group - 1, part, walk.parts(s, part), 0};
+      const int parts = walk.parts(s, part);
+      // Blank groups come last, and in a part's slot the group stays that goes on behind it.
+      if (slot_of_group || parts > 1) cut = {walk.group - 1, part, parts, 0};
       if (slot_of_group && threadIdx.x == 0 && lane_block == 0) schedule.cuts[walk.group - 1] = cut;
     }
   }
@@ -792,8 +794,12 @@ __device__ inline void consume_turns(const Dense& p, const Schedule& schedule, S
 #pragma unroll
         for (int x = 0; x + 4 * kAtOnce < kLanes / 2; ++x) e[x] = e[x + 4 * kAtOnce];
     }
-    if (walk.first_tile == 0 && writes_cut)  // of a part the last group that begins in it
-      schedule.cuts[slot_of_group ? walk.group - 1 : part] = {walk.group - 1, part, walk.parts(s, part), 0};
+    if (walk.first_tile == 0 && writes_cut) {
+      const int parts = walk.parts(s, part);
+      // Blank groups come last, and in a part's slot the group stays that goes on behind it.
+      if (slot_of_group || parts > 1)
+        schedule.cuts[slot_of_group ? walk.group - 1 : part] = {walk.group - 1, part, parts, 0};
+    }
   }
 }
 

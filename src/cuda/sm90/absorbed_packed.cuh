@@ -666,8 +666,12 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
 #pragma unroll
         for (int x = 0; x + 4 < kColumns / 2; ++x) m[x] = m[x + 4];
     }
-    if (walk.first_tile == 0 && writes_cut)  // of a part the last group that begins in it
-      schedule.cuts[slot_of_group ? walk.group - 1 : part] = {walk.group - 1, part, walk.parts(s, part), 0};
+    if (walk.first_tile == 0 && writes_cut) {
+      const int parts = walk.parts(s, part);
+      // Blank groups come last, and in a part's slot the group stays that goes on behind it.
+      if (slot_of_group || parts > 1)
+        schedule.cuts[slot_of_group ? walk.group - 1 : part] = {walk.group - 1, part, parts, 0};
+    }
   }
 }
 
