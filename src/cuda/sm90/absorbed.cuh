@@ -191,7 +191,7 @@ __device__ inline float square_root(float x) {  // one instruction
   return y;
 }
 
-/// Below this many tiles a piece's partial results cost more than it saves.
+/// Below this many tiles a piece's partial results cost more than it saves; `lanes` of a group.
 __device__ inline int least_piece(int total_tiles, int lanes) {
   const float tiles = square_root(kPartTiles * static_cast<float>(total_tiles) * static_cast<float>(lanes) / kLanes);
   return max(1, static_cast<int>(tiles + 0.5f));
@@ -233,12 +233,12 @@ __device__ inline void prefetch_line(const void* p) { asm volatile("prefetch.glo
 template <class Problem>
 __device__ void find_part(const Problem& p, const Schedule& schedule, int part, Shared& s, int* scratch) {
   const int tid = threadIdx.x, num_groups = schedule.num_groups, num_parts = schedule.num_parts;
-  const int lanes = min(static_cast<int>(p.lanes_per_group()), kLanes);
+  const int all_lanes = static_cast<int>(p.lanes_per_group()), lanes = min(all_lanes, kLanes);
   const int cut_price = kCutTiles + kCutTiles64 * lanes / kLanes;
   // One group: what is below would find the same (a graph's padded batch has to give the same bits) in twice the time.
   if (num_groups == 1) {
     const int tiles = group_tiles(p, 0);
-    int piece = max(ceil_div(tiles, num_parts), least_piece(tiles, lanes));
+    int piece = max(ceil_div(tiles, num_parts), least_piece(tiles, all_lanes));
     if (tiles <= piece + cut_price) piece += cut_price;
     const int pieces = ceil_div(tiles, piece), each = tiles / max(pieces, 1), longer = tiles - each * pieces;
     if (tid == 0) {
@@ -282,7 +282,7 @@ __device__ void find_part(const Problem& p, const Schedule& schedule, int part, 
     }
     __syncthreads();
     const int own = tid < with_tiles ? scratch[tid] : 0;
-    int piece = shortest_piece(scratch, with_tiles, num_parts, total_tiles, lanes, s.partial_sum);
+    int piece = shortest_piece(scratch, with_tiles, num_parts, total_tiles, all_lanes, s.partial_sum);
     // All groups stay whole where that is little longer: 32 requests of 128 heads with 1,024 keys 44.2 us for 49.1.
     if (!__syncthreads_or(own > piece + cut_price)) piece += cut_price;
     const int pieces = ceil_div(own, piece);

@@ -20,11 +20,13 @@ constexpr int kCutTiles = 4, kCutTiles64 = 7;
 /// Cuts of the line move by up to so many tiles so as not to leave a piece below it: a piece costs kFixedTiles.
 constexpr int kMinPiece = 2;
 
-/// What a part adds to a call's time by its partial results of 64 lanes, written and merged, over that of a tile in a
-/// block (2 us). One request of 128 heads took 15.4, 17.7 and 22.3 us in 16, 32 and 64 parts of a tile, and 26.0, 30.6
-/// and 38.6 us in 64 parts of 2, 4 and 8. With n parts of total / n tiles the time is least at a piece of
-/// sqrt(kPartTiles * total) tiles. Of 16 lanes, a quarter: 12.6 and 14.5 us in 32 and 64 parts of a tile.
-constexpr float kPartTiles = 0.065f;
+/// What a part adds to a call's time by its partial results of 64 lanes, written and merged by the whole chip, over
+/// that of a tile in a block (2 us); a group of more lanes as much for each 64. One request of 128 heads
+/// took 15.4, 17.7 and 22.3 us in 16, 32 and 64 parts of a tile, and 26.0, 30.6 and 38.6 us in 64 parts of 2, 4 and 8.
+/// With n parts of total / n tiles the time is least at a piece of sqrt(kPartTiles * lanes / 64 * total) tiles. With
+/// twice this for 64 lanes, too, one request of 64 heads with 16,384 keys took 25.8 us for 23.5; with 128 lanes and
+/// 4,096 keys 19.5 for 22.0.
+constexpr float kPartTiles = 0.0325f;
 
 /// So many tiles before they are loaded gathered rows are asked for from memory, so that the L2 answers their load.
 /// Sparse decode gained 3 % in the mean, 64 requests of 128 heads 9 %. Pages lose by it: 2 tiles ahead took 715 us
