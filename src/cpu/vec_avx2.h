@@ -173,6 +173,9 @@ GANNET_INLINE void e4m3_to_bf16(const uint8_t* p, uint16_t* out, int n) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm256_or_si256(v, sign));
   }
 }
+GANNET_INLINE void scaled_e4m3_to_bf16(const uint8_t* p, float scale, uint16_t* out, int n) {
+  for (int i = 0; i < n; i += kLanes) store_bf16(out + i, mul(load_e4m3(p + i), set1(scale)));
+}
 
 inline constexpr int kFewestGroupLanes = 4;
 GANNET_INLINE F sum_groups(F v, int lanes) {

@@ -1,4 +1,4 @@
-// The vector vocabulary on AVX-512 with BF16: sixteen lanes, dot products of bf16 pairs in one instruction
+// The vector vocabulary on AVX-512 with VBMI and BF16: sixteen lanes, dot products of bf16 pairs in one instruction
 // (vdpbf16ps: no denormals, round to nearest even, the two products of a pair added before the accumulator's).
 // See vec_portable.h for what each name means and for the rules.
 #pragma once
@@ -147,22 +147,99 @@ GANNET_INLINE void store_e4m3(uint8_t* p, F v) {
 GANNET_INLINE F div(F a, F b) { return _mm512_div_ps(a, b); }
 GANNET_INLINE F abs(F a) { return _mm512_abs_ps(a); }
 GANNET_INLINE F swap_pairs(F a) { return _mm512_permute_ps(a, 0xB1); }
-GANNET_INLINE void e4m3_to_bf16(const uint8_t* p, uint16_t* out, int n) {
-  // Normal values: three mantissa bits shifted up and the exponent rebiased from 7 to 127. The seven subnormals k *
-  // 2^-9 come from a table.
-  const __m512i subnormals =
-      _mm512_castsi128_si512(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
-  for (int i = 0; i < n; i += 32) {
-    const __m512i b = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i)));
-    const __m512i magnitude = _mm512_and_si512(b, _mm512_set1_epi16(0x7f));
-    __m512i v = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
-    v = _mm512_mask_permutexvar_epi16(v, _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8)), magnitude,
-                                      subnormals);
-    v = _mm512_mask_mov_epi16(v, _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f)),
-                              _mm512_set1_epi16(0x7fc0));
-    const __m512i sign = _mm512_slli_epi16(_mm512_xor_si512(b, magnitude), 8);
-    _mm512_storeu_si512(out + i, _mm512_or_si512(v, sign));
+// The 128 magnitudes of e4m3, NaN the last, and the bytes of their bf16 values.
+struct E4m3Magnitudes {
+  float values[128];
+  uint16_t words[128];  // of bf16
+  uint8_t low[128], high[128];
+};
+constexpr E4m3Magnitudes e4m3_magnitudes() {
+  E4m3Magnitudes t{};
+  for (int i = 0; i < 128; ++i) {
+    float v = i < 8 ? static_cast<float>(i) : static_cast<float>(8 + i % 8);
+    for (int e = i < 8 ? 1 : i / 8; e < 10; ++e) v *= 0.5f;
+    for (int e = i / 8; e > 10; --e) v *= 2.0f;
+    t.values[i] = i < 127 ? v : __builtin_nanf("");
+    const auto bits = __builtin_bit_cast(uint32_t, t.values[i]);
+    t.words[i] = static_cast<uint16_t>(bits >> 16);
+    t.low[i] = static_cast<uint8_t>(bits >> 16);
+    t.high[i] = static_cast<uint8_t>(bits >> 24);
   }
+  return t;
+}
+alignas(64) static constexpr E4m3Magnitudes kE4m3Magnitudes = e4m3_magnitudes();
+struct ByteIndices {
+  uint8_t at[64];
+};
+constexpr ByteIndices every_second_byte(int first) {
+  ByteIndices x{};
+  for (int i = 0; i < 64; ++i) x.at[i] = static_cast<uint8_t>(2 * i + first);
+  return x;
+}
+alignas(64) static constexpr ByteIndices kEvenBytes = every_second_byte(0), kOddBytes = every_second_byte(1);
+// A table of 128 bf16 values by bytes.
+struct Bf16Table {
+  W low[2], high[2];
+};
+// out[i] = the entry of the magnitude of code p[i], with the upper bit flipped where p[i] is negative. n is a multiple
+// of 32. Two instructions look up 64 values; shuffles bound it (5 for 64 values), where arithmetic on words has 22.
+GANNET_INLINE void look_up_e4m3(const uint8_t* p, uint16_t* out, int n, const Bf16Table& t) {
+  // Bytes of 0-31 to the lower halves of the quarters, 32-63 to the upper: what the byte-wise unpacking puts in order.
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  const auto pairs = [&](__m512i codes, __m512i * low, __m512i * high) __attribute__((always_inline)) {
+    const __m512i b = _mm512_permutexvar_epi64(order, codes);
+    *low = _mm512_permutex2var_epi8(t.low[0], b, t.low[1]);
+    // x ^ (b & 0x80)
+    *high = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(t.high[0], b, t.high[1]), b, _mm512_set1_epi8(INT8_MIN),
+                                      0x78);
+  };
+  int i = 0;
+  __m512i low, high;
+  for (; i + 64 <= n; i += 64) {
+    pairs(_mm512_loadu_si512(p + i), &low, &high);
+    _mm512_storeu_si512(out + i, _mm512_unpacklo_epi8(low, high));
+    _mm512_storeu_si512(out + i + 32, _mm512_unpackhi_epi8(low, high));
+  }
+  if (i == n) return;
+  pairs(_mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i))), &low, &high);
+  _mm512_storeu_si512(out + i, _mm512_unpacklo_epi8(low, high));
+}
+GANNET_INLINE void e4m3_to_bf16(const uint8_t* p, uint16_t* out, int n) {
+  const E4m3Magnitudes& e = kE4m3Magnitudes;
+  look_up_e4m3(p, out, n,
+               {{_mm512_load_si512(e.low), _mm512_load_si512(e.low + 64)},
+                {_mm512_load_si512(e.high), _mm512_load_si512(e.high + 64)}});
+}
+GANNET_INLINE void scaled_e4m3_to_bf16(const uint8_t* p, float scale, uint16_t* out, int n) {
+  // The table has as many products as a group of a packed row has values, and spares each its widening. A power of two
+  // is an addition to the exponents, but of 0 and NaN, where all products are normal numbers.
+  const E4m3Magnitudes& e = kE4m3Magnitudes;
+  constexpr uint32_t kLeast = (127 - 117) << 23, kMost = (127 + 119) << 23;  // 2^-9 to 2^-126, 448 to 1.75 * 2^127
+  W words[4];
+  uint32_t bits;
+  std::memcpy(&bits, &scale, sizeof bits);
+  if ((bits & 0x7fffff) == 0 && bits >= kLeast && bits <= kMost) {
+    const W shift = _mm512_set1_epi16(static_cast<int16_t>((bits >> 16) - (127 << 7)));
+    for (int i = 0; i < 4; ++i) {
+      const W x = _mm512_load_si512(e.words + 32 * i);
+      const __mmask32 moved = i == 0 ? 0xfffffffe : i == 3 ? 0x7fffffff : 0xffffffff;
+      words[i] = _mm512_mask_add_epi16(x, moved, x, shift);
+    }
+  } else {
+    const F s = _mm512_set1_ps(scale);
+    for (int i = 0; i < 4; ++i) {
+      const float* from = e.values + 32 * i;
+      words[i] =
+          (W)_mm512_cvtne2ps_pbh(_mm512_mul_ps(_mm512_load_ps(from + 16), s), _mm512_mul_ps(_mm512_load_ps(from), s));
+    }
+  }
+  Bf16Table t;
+  for (int i = 0; i < 2; ++i) {
+    const W a = words[2 * i], b = words[2 * i + 1];
+    t.low[i] = _mm512_permutex2var_epi8(a, _mm512_load_si512(kEvenBytes.at), b);
+    t.high[i] = _mm512_permutex2var_epi8(a, _mm512_load_si512(kOddBytes.at), b);
+  }
+  look_up_e4m3(p, out, n, t);
 }
 
 inline constexpr int kFewestGroupLanes = 4;

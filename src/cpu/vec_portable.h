@@ -161,6 +161,10 @@ GANNET_INLINE F swap_pairs(F a) { return F{a[1], a[0], a[3], a[2]}; }
 GANNET_INLINE void e4m3_to_bf16(const uint8_t* p, uint16_t* out, int n) {
   for (int i = 0; i < n; i += kLanes) store_bf16(out + i, load_e4m3(p + i));
 }
+/// bf16 of e4m3 * scale, the product in fp32, for n values, n a multiple of 32.
+GANNET_INLINE void scaled_e4m3_to_bf16(const uint8_t* p, float scale, uint16_t* out, int n) {
+  for (int i = 0; i < n; i += kLanes) store_bf16(out + i, mul(load_e4m3(p + i), set1(scale)));
+}
 
 // ---- selections -----------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 #include <cmath>
 #include <cstring>
+#include <iterator>
 
 #include "op_cases.h"
 
@@ -67,6 +68,40 @@ TEST(MlaDecode, NanOfAVisibleKeyReachesTheRowsThatSeeIt) {
           for (int64_t d = 0; d < 512; ++d)
             ASSERT_EQ(std::isnan(verify::get(p.out.view, row, h, d)), row == 1)
                 << impl << " row " << row << " value " << d;
+        }
+      }
+    }
+  }
+}
+
+TEST(MlaDecode, PackedValuesAreTheProductsOfCodesAndScalesRoundedOnceAtMost) {
+  // A single key has the weight 1, so its values come out as they were converted: all finite codes, with scales that
+  // are powers of two up to where products are no normal numbers any more, just beyond in the other direction, and
+  // none.
+  const float scales[] = {1.0f,   0.5f,        0x1p-117f,      0x1p119f,        0.3f,    3.1415927f,
+                          -0.25f, 0x1.8p-117f, 0x1.0002p-117f, 0x1.fffffep118f, 0x1p-7f, 0x1.fffffep-1f};
+  constexpr int kGroups = 4, kGroup = 128, kSets = std::size(scales) / kGroups;
+  Problem p({.seq_lens = std::vector<int32_t>(2 * kSets, 1)}, DType::kBf16, LatentFormat::kPacked656, 16);
+  std::memset(p.q.view.data, 0, static_cast<size_t>(2 * kSets * 16 * 576) * sizeof(Bf16));
+  const auto code = [](int request, int column) {
+    const int c = request % 2 * kGroup + column % kGroup;
+    return static_cast<uint8_t>(c % kGroup == 127 ? 0 : c);
+  };
+  for (int r = 0; r < 2 * kSets; ++r) {
+    std::byte* key = p.pool.view.row(p.paged.slot(r, 0), latent_row_bytes(LatentFormat::kPacked656, {}));
+    for (int d = 0; d < kGroups * kGroup; ++d) key[d] = std::byte{code(r, d)};
+    std::memcpy(key + kGroups * kGroup, scales + r / 2 * kGroups, kGroups * sizeof(float));
+  }
+  for (const std::string& impl : gannet_tests::taking(p.params)) {
+    gannet_tests::run_here(p.params, impl);
+    for (int r = 0; r < 2 * kSets; ++r) {
+      for (int d = 0; d < kGroups * kGroup; ++d) {
+        const float scale = scales[r / 2 * kGroups + d / kGroup];
+        const float exact = E4m3{code(r, d)}.to_float() * scale;
+        const auto got = static_cast<float>(verify::get(p.out.view, r, 15, d));
+        if (got != exact) {
+          ASSERT_EQ(got, Bf16::from_float(exact).to_float())
+              << impl << ": code " << int{code(r, d)} << " times " << scale;
         }
       }
     }

@@ -19,7 +19,7 @@ const ImplementationSet& avx512_bf16_set() noexcept {
         __builtin_cpu_init();
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512bf16");
+               __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
       },
       kKernels);
   return set;

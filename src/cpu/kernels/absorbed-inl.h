@@ -530,10 +530,8 @@ GANNET_INLINE void convert_to_halves(const Problem& p, const std::byte* row, int
     case LatentFormat::kPacked656: {
       const int64_t groups = r / kPackedGroup;
       for (int64_t g = 0; g < groups; ++g) {
-        uint16_t* const part = to + g * kPackedGroup;
-        widen_codes(row + g * kPackedGroup, part, kPackedGroup);
-        const F scale = set1(float_at(row + r + 4 * g));
-        for (int64_t i = 0; i < kPackedGroup; i += kLanes) store_bf16(part + i, mul(load_bf16(part + i), scale));
+        const auto* codes = reinterpret_cast<const uint8_t*>(row) + g * kPackedGroup;
+        scaled_e4m3_to_bf16(codes, float_at(row + r + 4 * g), to + g * kPackedGroup, kPackedGroup);
       }
       std::memcpy(to + r, row + r + 4 * groups, rope_bytes);
       return;
