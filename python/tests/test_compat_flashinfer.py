@@ -159,7 +159,9 @@ def test_trtllm_decode(dtype, flat, backend):
             want, want_lse, _ = ref.attend(f64(q[i, j]), keys, 0.05)
             tolerance = BF16_TOLERANCE if dtype == torch.bfloat16 else E4M3_TOLERANCE
             assert_close(f64(out.view(6, 16, 512)[3 * i + j]), want / 2, tolerance)
-            assert_close(f64(lse[3 * i + j]), want_lse * (1 if natural else LOG2_E), 2.0**-12)
+            # fp8 tensor cores keep about 13 bits of a sum of products: 3.6e-4 of the largest LSE were seen on an H200.
+            lse_tolerance = 2.0**-12 if dtype == torch.bfloat16 else 2.0**-10
+            assert_close(f64(lse[3 * i + j]), want_lse * (1 if natural else LOG2_E), lse_tolerance)
 
 
 def test_trtllm_decode_over_token_indices():

@@ -1049,7 +1049,7 @@ constexpr int kShares = 5;                             // an item is shared by 1
 struct CombineShared {
   int4 cut;              // of the group that this block is at,
   uint32_t first_block;  // and which of all blocks' turns is that group's first
-  uint32_t before_warp[kMaxParts / 32];
+  alignas(16) uint32_t before_warp[kMaxParts / 32];  // read by 16 bytes, which must not take first_block along
   float4 sums[kCombineWarps][2][32];
 };
 
