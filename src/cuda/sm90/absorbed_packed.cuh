@@ -6,8 +6,9 @@
 //
 // Conversion. e4m3 is exact in f16, so K and V are converted unscaled, two values an instruction, in the registers of
 // the A operand (K and V^T are A, lanes are N as in absorbed_fp8.cuh): 512 conversions of a warp for the scores and
-// 512 with 256 byte permutations for the values, 640 cycles of four schedulers at half rate. Nothing converted is
-// written to shared memory. Scales go elsewhere, so that any positive fp32 scale is right:
+// 512 with 256 byte permutations for the values, 640 cycles of four schedulers at half rate (times measured fit an
+// eighth: docs/kernels/mla_decode_sm90.md). Nothing converted is written to shared memory. Scales go elsewhere, so that
+// any positive fp32 scale is right:
 //   scores  sums of the four blocks of 128 columns are kept apart, and added with their key's scale in fp32. Queries
 //           are f16 too, each (lane, block) times a power of two that brings its largest value to 2^14;
 //   values  a scale is part of the weight: block b of V has weights exp2(score + log2 scale_b - base_b), where base_b
@@ -29,14 +30,14 @@
 // are in registers.
 //
 // Before, weights stayed in registers: every warp computed those of one block for all keys, from scores exchanged in
-// fp32, and multiplied with mma.sync. With 32 lanes registers ran out (224 bytes spilled), and a tile took 3,800 cycles
-// (64 requests of 4,096 keys 163 us where e4m3 took 86).
+// fp32, and multiplied with mma.sync. With 32 lanes registers ran out (224 bytes spilled); 128 requests of 4,096 keys
+// took 165 us where they take 126 now.
 //
 // Shared memory: four tiles 164 KB, Q 18 KB (36 with 32 lanes), weights 16 KB: of all four blocks with 16 lanes, of two
-// and again two with 32. With three tiles, for which all had room, a group held one each and one was under way: 2.0 us
-// a tile, where the memory takes 1.3. Rows of 656 bytes are 41 times 16 bytes: eight rows' pieces lie in different
-// banks without a swizzle. A tile of 32 lanes is written (41 KB) and read twice (40 + 32), Q read once (36), weights
-// written (16) and read by eight products (32): 197 KB, 1,580 cycles.
+// and again two with 32. With three tiles, for which all had room, 32 requests of 32,768 keys took 253 us, with four
+// 237. Rows of 656 bytes are 41 times 16 bytes: eight rows' pieces lie in different banks without a swizzle. A tile of
+// 32 lanes is written (41 KB) and read twice (40 + 32), Q read once (36), weights written (16) and read by eight
+// products (32): 197 KB, 1,580 cycles.
 //
 // Keys that lanes must not see: as in absorbed_fp8.cuh; rows that were not loaded are overwritten by zeros.
 #pragma once
