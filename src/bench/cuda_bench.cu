@@ -584,10 +584,22 @@ std::vector<json> rows_without_peers() {
   }
   // Batches, rows and lengths of the peers' rows over e4m3, whose times times 656 / 576 are what to compare with.
   constexpr int kHeads = 16;
-  for (const auto& [b, q_len, kv] : {std::tuple{1, 1, 2048}, {2, 1, 4096}, {4, 1, 8192}, {16, 1, 1024}, {32, 1, 2048},
-                                     {8, 1, 16384}, {64, 1, 4096}, {16, 1, 32768}, {128, 1, 8192}, {256, 1, 16384},
-                                     {1, 2, 32768}, {64, 2, 2048}, {128, 2, 4096}, {32, 2, 32768}}) {
-    const double bytes = static_cast<double>(b) * kv * static_cast<double>(latent_row_bytes(LatentFormat::kPacked656, {}));
+  for (const auto& [b, q_len, kv] : {std::tuple{1, 1, 2048},
+                                     {2, 1, 4096},
+                                     {4, 1, 8192},
+                                     {16, 1, 1024},
+                                     {32, 1, 2048},
+                                     {8, 1, 16384},
+                                     {64, 1, 4096},
+                                     {16, 1, 32768},
+                                     {128, 1, 8192},
+                                     {256, 1, 16384},
+                                     {1, 2, 32768},
+                                     {64, 2, 2048},
+                                     {128, 2, 4096},
+                                     {32, 2, 32768}}) {
+    const double bytes =
+        static_cast<double>(b) * kv * static_cast<double>(latent_row_bytes(LatentFormat::kPacked656, {}));
     rows.push_back({{"op", "dense_decode_packed656"},
                     {"b", b},
                     {"h", kHeads},

@@ -1047,8 +1047,8 @@ constexpr int kHalves = kLatent / kColumnsAtOnce / 2;  // of a lane's columns; a
 constexpr int kPartsAtOnce = 4;                        // of a warp, their loads under way together
 constexpr int kShares = 5;                             // an item is shared by 1, 2, 4, 8 or 16 warps
 struct CombineShared {
-  int4 cut;              // of the group that this block is at,
-  uint32_t first_block;  // and which of all blocks' turns is that group's first
+  int4 cut;                                          // of the group that this block is at,
+  uint32_t first_block;                              // and which of all blocks' turns is that group's first
   alignas(16) uint32_t before_warp[kMaxParts / 32];  // read by 16 bytes, which must not take first_block along
   float4 sums[kCombineWarps][2][32];
 };
