@@ -239,7 +239,10 @@ __device__ inline void raise_bases(SharedPacked& s, int self, int tid, const flo
   named_barrier_sync(2 + self, kGroupThreads);
   auto raised = [&](int b, int l) {
     const float top = from_ordered(s.top[self][b][l]);
-    return top == -INFINITY ? kNoBase : top - kWeightExponent;
+    if (top == -INFINITY) return kNoBase;
+    // From 2^27 on a difference may be rounded to twice itself: that weight would be too large again, and again.
+    const float base = top - kWeightExponent;
+    return top - base > kWeightExponent ? top : base;
   };
   auto factor = [&](int b, int l) {
     const float before = s.base[self][b][l], now = raised(b, l);
