@@ -45,9 +45,10 @@ struct Options {
 
 /// Runs the grid. Lines of one operation are in the order of its case classes.
 ///
-/// `small`: between them the cases launch every kernel of a GPU, in every way that it waits for others, over tens of
-/// keys to hundreds: for tools under which a kernel takes a thousand times as long. Workspaces are left as they were
-/// allocated, so that a tool which looks for reads of memory that nobody wrote has them to look at.
+/// `small`: between them the cases launch every kernel of a GPU over tens of keys to hundreds: for tools under which a
+/// kernel takes a thousand times as long. (Requests of more than 16 parts, whose merge takes more warps, they do not
+/// have.) Workspaces are left as they were allocated, so that a tool which looks for reads of memory that nobody wrote
+/// has them to look at.
 std::vector<Line> verify_operations(const Options& options = {});
 
 /// "mla_decode  avx512_bf16  q bf16, ...  lengths  14 cases  2.1e-03 of 7.8e-03  ok"

@@ -81,6 +81,7 @@ class EveryKernel : public testing::Environment {
     std::printf("kernels: %zu of %zu launched\n", kernels.launched.size(), kernels.all.size());
     if (cuda_device_count() == 0) return;
     if (tests.test_to_run_count() != tests.total_test_count()) return;  // of some tests, or a shard of them
+    if (kernels.all.empty()) ADD_FAILURE() << "no kernel was seen: is the library shared, so that nothing is wrapped?";
     for (const auto& [host, name] : kernels.all) {
       if (kernels.launched.count(host) != 0) continue;
       const std::string why = impossible(name);
