@@ -427,6 +427,38 @@ struct Walk {
   }
 };
 
+/// `both` of a thread's numbers by lane, two of each eight (kernels whose lanes are N of the MMAs), over the eight rows
+/// that the threads of a warp have: rounds in which a thread keeps half of its numbers and gives the other half away,
+/// then rounds of the two that are left. x[0] and x[1] are then those of lanes 8 g + 2 t and the next, where the row g
+/// is below kEights.
+template <int kEights, class Both>
+__device__ inline void reduce_over_rows(float (&x)[2 * kEights], int g, Both both) {
+  auto halve = [&](auto of) {
+    constexpr int kLeft = decltype(of)::value;  // of eights afterwards
+    if constexpr (kLeft < kEights) {
+      const bool upper = (g & kLeft) != 0;
+#pragma unroll
+      for (int c = 0; c < 2 * kLeft; ++c) {
+        const float low = x[c], high = x[c + 2 * kLeft];
+        x[c] = both(upper ? high : low, __shfl_xor_sync(0xffffffffu, upper ? low : high, 4 * kLeft));
+      }
+    }
+  };
+  halve(std::integral_constant<int, 4>{});
+  halve(std::integral_constant<int, 2>{});
+  halve(std::integral_constant<int, 1>{});
+#pragma unroll
+  for (int offset = 4 * kEights; offset < 32; offset *= 2)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) x[i] = both(x[i], __shfl_xor_sync(0xffffffffu, x[i], offset));
+}
+struct Larger {
+  __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+struct Sum {
+  __device__ float operator()(float a, float b) const { return a + b; }
+};
+
 __device__ inline float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

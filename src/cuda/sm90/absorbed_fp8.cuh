@@ -322,24 +322,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, Shared8& s, un
       float m[2 * kEights];
 #pragma unroll
       for (int c = 0; c < 2 * kEights; ++c) m[c] = fmaxf(score[c / 2 * 4 + c % 2], score[c / 2 * 4 + 2 + c % 2]);
-      auto halve = [&](auto of) {
-        constexpr int kLeft = decltype(of)::value;  // of eights afterwards
-        if constexpr (kLeft < kEights) {
-          const bool upper = (g & kLeft) != 0;
-#pragma unroll
-          for (int c = 0; c < 2 * kLeft; ++c) {
-            const float low = m[c], high = m[c + 2 * kLeft];
-            m[c] = fmaxf(upper ? high : low, __shfl_xor_sync(0xffffffffu, upper ? low : high, 4 * kLeft));
-          }
-        }
-      };
-      halve(std::integral_constant<int, 4>{});
-      halve(std::integral_constant<int, 2>{});
-      halve(std::integral_constant<int, 1>{});
-#pragma unroll
-      for (int offset = 4 * kEights; offset < 32; offset *= 2)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) m[i] = fmaxf(m[i], __shfl_xor_sync(0xffffffffu, m[i], offset));
+      reduce_over_rows<kEights>(m, g, Larger{});
       if (g < kEights) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -616,18 +599,7 @@ __device__ inline void consume_turns(const Dense& p, const Schedule& schedule, S
           float m[2 * kEights];
 #pragma unroll
           for (int c = 0; c < 2 * kEights; ++c) m[c] = fmaxf(score[c / 2 * 4 + c % 2], score[c / 2 * 4 + 2 + c % 2]);
-          auto halve = [&](auto of) {
-            constexpr int kLeft = decltype(of)::value;
-            const bool upper = (g & kLeft) != 0;
-#pragma unroll
-            for (int c = 0; c < 2 * kLeft; ++c) {
-              const float low = m[c], high = m[c + 2 * kLeft];
-              m[c] = fmaxf(upper ? high : low, __shfl_xor_sync(0xffffffffu, upper ? low : high, 4 * kLeft));
-            }
-          };
-          halve(std::integral_constant<int, 4>{});
-          halve(std::integral_constant<int, 2>{});
-          halve(std::integral_constant<int, 1>{});
+          reduce_over_rows<kEights>(m, g, Larger{});
 #pragma unroll
           for (int x = 0; x < 2; ++x)
             if (m[x] > -INFINITY) raise(&s.high[self][buffer][8 * g + 2 * t + x], ordered(m[x] * scale_log2));
@@ -721,18 +693,7 @@ __device__ inline void consume_turns(const Dense& p, const Schedule& schedule, S
 
     // ---- results ----
     // Sums over eight threads as maxima above: a thread is left with two lanes.
-    auto halve_sums = [&](auto of) {
-      constexpr int kLeft = decltype(of)::value;
-      const bool upper = (g & kLeft) != 0;
-#pragma unroll
-      for (int c = 0; c < 2 * kLeft; ++c) {
-        const float low = sum[c], high = sum[c + 2 * kLeft];
-        sum[c] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, 4 * kLeft);
-      }
-    };
-    halve_sums(std::integral_constant<int, 4>{});
-    halve_sums(std::integral_constant<int, 2>{});
-    halve_sums(std::integral_constant<int, 1>{});
+    reduce_over_rows<kEights>(sum, g, Sum{});
 #pragma unroll
     for (int x = 0; x < 2; ++x) s.sums[self][warp][8 * g + 2 * t + x] = sum[x];
     meet();
