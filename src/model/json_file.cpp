@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <cstring>
@@ -17,6 +18,12 @@ namespace {
 constexpr int kMaxDepth = 64;
 constexpr size_t kMaxShown = 80;
 constexpr size_t kMaxParserText = 200;
+
+/// Whether a key can stand in an error as it is: a file may choose its keys too, lines and quotes included.
+bool plain(std::string_view key) {
+  const auto graphic = [](char c) { return c > ' ' && c < '\x7f' && c != '"' && c != '\\'; };
+  return !key.empty() && key.size() <= kMaxShown && std::all_of(key.begin(), key.end(), graphic);
+}
 
 struct FileDescriptor {
   int fd;
@@ -124,7 +131,8 @@ JsonObject::JsonObject(const char* function, const std::string& file, std::strin
 }
 
 std::string JsonObject::field(std::string_view key) const {
-  return path_.empty() ? std::string(key) : fmt::format("{}.{}", path_, key);
+  const std::string name = plain(key) ? std::string(key) : show_text(key);
+  return path_.empty() ? name : fmt::format("{}.{}", path_, name);
 }
 
 const Json* JsonObject::find(std::string_view key) const {

@@ -45,7 +45,7 @@ class JsonObject {
   const char* function() const noexcept { return function_; }
   const std::string& file() const noexcept { return *file_; }
   const Json& json() const noexcept { return *value_; }
-  /// "rope_scaling.factor"
+  /// "rope_scaling.factor"; a key that is more than a word is quoted and escaped: "__metadata__.\"two\\nlines\"".
   std::string field(std::string_view key) const;
 
   bool given(std::string_view key) const;

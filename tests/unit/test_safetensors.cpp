@@ -168,6 +168,8 @@ TEST(Safetensors, RefusesBadEntries) {
   with("data_offsets", {0, ~uint64_t{0}}, "data_offsets is [0, 18446744073709551615]");
   expect_header_error({{"w", 5}}, 8, "tensor \"w\" is 5");
   expect_header_error({{"__metadata__", {{"a", 1}}}}, 0, "__metadata__.a is 1");
+  expect_header_error({{"__metadata__", {{"two\nlines", 1}}}}, 0, "__metadata__.\"two\\nlines\" is 1");
+  expect_header_error({{"__metadata__", {{std::string(100, 'a'), 1}}}}, 0, "__metadata__.\"aaa");
   // A size of 0 makes an overflow before or after it harmless.
   for (const Json& shape :
        {Json{0, uint64_t{1} << 62, uint64_t{1} << 62}, Json{uint64_t{1} << 62, uint64_t{1} << 62, 0}}) {
