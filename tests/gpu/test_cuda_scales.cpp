@@ -103,5 +103,41 @@ TEST(CudaScales, OfPackedRows) {
   }
 }
 
+// A score of 1e8, from where fp32 holds even numbers of eight only: a base chosen a fixed distance below it may be
+// rounded to the score itself or to twice the distance. One key: its weight is 1, and the output is that row, block by
+// block.
+TEST(CudaScales, OfOneRowOfAHugeScore) {
+  std::string why;
+  if (cuda_device_count(&why) == 0) GTEST_SKIP() << "no CUDA device: " << why;
+  gannet_tests::DecodeProblem d({.seq_lens = {1}}, {DType::kBf16, LatentFormat::kPacked656}, kHeads);
+  d.params.softmax_scale = 1;
+  for (int64_t h = 0; h < kHeads; ++h)
+    for (int64_t i = 0; i < d.q.view.shape[2]; ++i) verify::set(d.q.view, i == 0 ? 1.0 : 0.0, 0, h, i);
+  std::byte* row = d.pool.view.row(d.paged.slot(0, 0), d.pool.view.row_stride());
+  constexpr unsigned char kOne = 0x38;  // of e4m3
+  std::memcpy(row, &kOne, 1);
+  constexpr float kScales[] = {1e8f, 1, 65536, 1};
+  std::memcpy(row + kLatent, kScales, sizeof kScales);
+  const Outputs oracle = verify::run(d.params, {.impl = "ref"});
+  int ran = 0;
+  for (const ImplInfo& info : list_implementations<MlaDecode>()) {
+    if (info.device != DeviceKind::kCuda || !info.runs_here) continue;
+    try {
+      const Outputs got = verify::run(d.params, {.impl = info.name});
+      ++ran;
+      const double error = worst_block(got.floats("out"), oracle.floats("out"));
+      std::printf("a score of 1e8: %s, relative error %.2e\n", info.name.c_str(), error);
+      EXPECT_LE(error, attention_tolerance(precision_of(d.format, 1))) << info.name;
+      const std::vector<float> a = got.floats("lse"), b = oracle.floats("lse");
+      // Sets that round keys to bf16 have the score itself rounded.
+      for (size_t i = 0; i < b.size(); ++i) EXPECT_NEAR(a[i], b[i], verify::kUnitBf16 * std::fabs(b[i])) << info.name;
+    } catch (const Error& e) {
+      if (e.code() != ErrorCode::kUnsupported) throw;
+      std::printf("a score of 1e8: %s refuses: %s\n", info.name.c_str(), e.what());
+    }
+  }
+  EXPECT_GT(ran, 0);
+}
+
 }  // namespace
 }  // namespace gannet_test
