@@ -94,12 +94,14 @@ TEST(MlaDecode, PackedValuesAreTheProductsOfCodesAndScalesRoundedOnceAtMost) {
   }
   for (const std::string& impl : gannet_tests::taking(p.params)) {
     gannet_tests::run_here(p.params, impl);
+    // There a scale is part of the weights and comes back from its logarithm, up to 149, which fp32 holds to 2^-17.
+    const float slack = impl == "cuda_sm90" ? 0x1p-16f : 0.0f;
     for (int r = 0; r < 2 * kSets; ++r) {
       for (int d = 0; d < kGroups * kGroup; ++d) {
         const float scale = scales[r / 2 * kGroups + d / kGroup];
         const float exact = E4m3{code(r, d)}.to_float() * scale;
         const auto got = static_cast<float>(verify::get(p.out.view, r, 15, d));
-        if (got != exact) {
+        if (!(std::fabs(got - exact) <= slack * std::fabs(exact))) {
           ASSERT_EQ(got, Bf16::from_float(exact).to_float())
               << impl << ": code " << int{code(r, d)} << " times " << scale;
         }

@@ -11,10 +11,13 @@
 // any positive fp32 scale is right:
 //   scores  sums of the four blocks of 128 columns are kept apart, and added with their key's scale in fp32. Queries
 //           are f16 too, each (lane, block) times a power of two that brings its largest value to 2^14;
-//   values  a scale is part of the weight: block b of V has weights exp2(score + log2 scale_b - base_b), where base_b
-//           follows the maximum of just that exponent, and is multiplied by exp2(base_b - base) at the end, in two
-//           halves, which neither overflow nor underflow where the result does not. The denominator has a base of its
-//           own. That is five exponentials a score: 640 cycles of a tile at 32 lanes, 320 at 16.
+//   values  a scale is part of the weight: block b of V has weights exp2((score - base) + (log2 scale_b - offset_b)),
+//           where base belongs to the denominator and offset_b follows the maximum of just that exponent; the block is
+//           multiplied by exp2(offset_b) at the end, in two halves, which neither overflow nor underflow where the
+//           result does not. That is five exponentials a score: 640 cycles of a tile at 32 lanes, 320 at 16.
+//           score - base comes first: all five exponents have the same rounding then, which leaves the quotient. With
+//           the logarithm added to the score, what fp32 does not hold of their sum stayed: all of a scale at 1e8.
+//           A scale's sign goes to the weight.
 //
 // Bases. A base is 8 below the largest exponent when it was set, and weights are f16: as long as none is infinite, up
 // to 2^16, it stays, and what was summed needs no factor. So no maxima are taken; the group's one barrier between
@@ -69,14 +72,16 @@ constexpr uint32_t kHalfInfinity = 0x7c00;
 constexpr float kMostAdded = 0x1p20f;          // weights of denominators, in fp32, that raise no base
 constexpr float kNoBase = -3.40282347e38f;     // what nothing has been seen for; finite, so that -inf less it is -inf
 constexpr int kNextScale = 8 * kRowBytes / 4;  // from a thread's first key to its second
-constexpr int kBases = kScaleBlocks + 1;       // of each block's weights and of the denominator's
+constexpr int kBases = kScaleBlocks + 1;       // offsets of each block's weights, and the denominator's base
+// The least offset: what a block has is nothing beside 2^-149 long before, and sums with logarithms are exact to 2^-3.
+constexpr float kLeastOffset = -0x1p20f;
 
 struct SharedPacked : Shared {
   uint64_t loaded[kMaxStages], free[kMaxStages];
   int whole[kMaxStages];  // whether every key of a tile is there
   float factor[kScaleBlocks][32];
-  float base[kGroups][kBases][32];  // weights are 2^(exponent - base)
-  int top[kGroups][kBases][32];     // ordered(): largest exponents when a base was raised
+  float base[kGroups][kBases][32];  // offsets of blocks, then the denominator's base
+  int top[kGroups][kBases][32];     // ordered(): of a tile that raises them, its largest exponents
   float sums[kGroups][kWarpsEach][32];
   float inverse[32];
   float to_common[kGroups][kScaleBlocks][32], half[kScaleBlocks][32];  // of results
@@ -109,8 +114,9 @@ __device__ inline uint32_t max_f16x2(uint32_t a, uint32_t b) {  // NaN only wher
   asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
-/// Of scales that are no numbers nothing is left here: lanes that see such a key have a NaN for a score.
-__device__ inline float logarithm(float scale) { return scale >= 0.0f && scale < INFINITY ? __log2f(scale) : 0.0f; }
+/// Of a scale's magnitude. Of those that are no numbers nothing is left: lanes that see such a key have a NaN for a
+/// score.
+__device__ inline float logarithm(float scale) { return fabsf(scale) < INFINITY ? __log2f(fabsf(scale)) : 0.0f; }
 
 // ---- loader -----------------------------------------------------------------------------------------------------
 
@@ -204,15 +210,27 @@ __device__ inline void raise_bases(SharedPacked& s, int self, int tid, const flo
                                    float (&sum)[kColumns / 4]) {
   constexpr int kEights = kColumns / 8;
   const int g = tid % 32 / 4, t = tid % 4;
+  // The base of the denominator, then offsets, which are what is left of exponents above it.
+  auto base = [&](int l) {
+    const float before = s.base[self][kScaleBlocks][l], top = from_ordered(s.top[self][kScaleBlocks][l]);
+    if (top == -INFINITY) return before;
+    // From 2^27 on a difference may be rounded to twice itself: that weight would be too large again, and again.
+    const float now = top - kWeightExponent;
+    return fmaxf(before, top - now > kWeightExponent ? top : now);
+  };
+  float less[2 * kEights];
+#pragma unroll
+  for (float& x : less) x = 0.0f;
 #pragma unroll 1
-  for (int b = 0; b < kBases; ++b) {
-    const float log0 = b < kScaleBlocks ? logarithm(scales[b]) : 0.0f,
-                log1 = b < kScaleBlocks ? logarithm(scales[kNextScale + b]) : 0.0f;
+  for (int step = 0; step < kBases; ++step) {
+    const bool block = step > 0;
+    const int b = block ? step - 1 : kScaleBlocks;
+    const float log0 = block ? logarithm(scales[b]) : 0.0f, log1 = block ? logarithm(scales[kNextScale + b]) : 0.0f;
     // Over the eight threads of a column, as denominators at the end: a thread is left with two lanes.
     float m[2 * kEights];
 #pragma unroll
     for (int c = 0; c < 2 * kEights; ++c)
-      m[c] = fmaxf(score[c / 2 * 4 + c % 2] + log0, score[c / 2 * 4 + 2 + c % 2] + log1);
+      m[c] = fmaxf((score[c / 2 * 4 + c % 2] - less[c]) + log0, (score[c / 2 * 4 + 2 + c % 2] - less[c]) + log1);
     auto halve = [&](auto of) {
       constexpr int kLeft = decltype(of)::value;
       if constexpr (kLeft < kEights) {
@@ -235,37 +253,47 @@ __device__ inline void raise_bases(SharedPacked& s, int self, int tid, const flo
       for (int x = 0; x < 2; ++x)
         if (m[x] > -INFINITY) raise(&s.top[self][b][8 * g + 2 * t + x], ordered(m[x]));
     }
+    named_barrier_sync(2 + self, kGroupThreads);
+    if (!block) {
+#pragma unroll
+      for (int c = 0; c < 2 * kEights; ++c) less[c] = base(c / 2 * 8 + 2 * t + c % 2);
+    }
   }
-  named_barrier_sync(2 + self, kGroupThreads);
-  auto raised = [&](int b, int l) {
-    const float top = from_ordered(s.top[self][b][l]);
-    if (top == -INFINITY) return kNoBase;
-    // From 2^27 on a difference may be rounded to twice itself: that weight would be too large again, and again.
-    const float base = top - kWeightExponent;
-    return top - base > kWeightExponent ? top : base;
+  auto change = [&](int l) { return s.base[self][kScaleBlocks][l] - base(l); };
+  auto offset = [&](int b, int l) {
+    const float least = fmaxf(kLeastOffset, s.base[self][b][l] + change(l));
+    return fmaxf(least, from_ordered(s.top[self][b][l]) - kWeightExponent);
   };
-  auto factor = [&](int b, int l) {
-    const float before = s.base[self][b][l], now = raised(b, l);
-    return before == now ? 1.0f : exp2_fast(before - now);
-  };
+  constexpr int kEach = (kBases * kColumns + kGroupThreads - 1) / kGroupThreads;
+  float now[kEach];
+#pragma unroll
+  for (int k = 0; k < kEach; ++k)
+    if (const int i = k * kGroupThreads + tid, b = i / kColumns, l = i % kColumns; b < kBases)
+      now[k] = b < kScaleBlocks ? offset(b, l) : base(l);
   if (!first) {
 #pragma unroll
     for (int j = 0; j < kEights; ++j)
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
         const int l = 8 * j + 2 * t + x;
-        sum[2 * j + x] *= factor(kScaleBlocks, l);
+        const float by_base = change(l);
+        sum[2 * j + x] *= exp2_fast(by_base);
 #pragma unroll
         for (int b = 0; b < kScaleBlocks; ++b) {
-          const float by = factor(b, l);
+          const float by = exp2_fast(by_base + (s.base[self][b][l] - offset(b, l)));
 #pragma unroll
           for (int m = 2 * b; m < 2 * b + 2; ++m) o[m][4 * j + x] *= by, o[m][4 * j + 2 + x] *= by;
         }
       }
-    named_barrier_sync(2 + self, kGroupThreads);
   }
-  for (int i = tid; i < kBases * kColumns; i += kGroupThreads)
-    s.base[self][i / kColumns][i % kColumns] = raised(i / kColumns, i % kColumns);
+  named_barrier_sync(2 + self, kGroupThreads);
+#pragma unroll
+  for (int k = 0; k < kEach; ++k) {
+    if (const int i = k * kGroupThreads + tid, b = i / kColumns, l = i % kColumns; b < kBases) {
+      s.base[self][b][l] = now[k];
+      s.top[self][b][l] = ordered(-INFINITY);
+    }
+  }
   named_barrier_sync(2 + self, kGroupThreads);
 }
 
@@ -317,7 +345,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
       s.bounds[l] = real ? static_cast<int>(p.keys_of(place, of_row)) : 0;
     }
     for (int i = tid; i < kBases * kColumns; i += kGroupThreads) {
-      s.base[self][i / kColumns][i % kColumns] = kNoBase;
+      s.base[self][i / kColumns][i % kColumns] = i / kColumns == kScaleBlocks ? kNoBase : kLeastOffset;
       s.top[self][i / kColumns][i % kColumns] = ordered(-INFINITY);
     }
     meet();
@@ -467,6 +495,7 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
       // ---- weights: of the first tile when bases are there; again if one was too large for f16 ----
       uint32_t weight[kScaleBlocks][kEights][2];  // lanes 8 j + 2 t and the next of key own_row; of key own_row + 8
       float added[2 * kEights];
+      uint32_t scale_signs;  // or'ed
       bool again = i == self;
 #pragma unroll 1
       do {
@@ -474,16 +503,20 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
         hold_registers(score);  // sums of scores and logarithms would be kept for a second time, 64 registers of them
         uint32_t most_half = 0;
         float most_added = 0.0f;
+        scale_signs = 0;
 #pragma unroll
         for (int b = 0; b < kScaleBlocks; ++b) {
-          const float log0 = logarithm(scales[b]), log1 = logarithm(scales[kNextScale + b]);
+          const float scale0 = scales[b], scale1 = scales[kNextScale + b];
+          const float log0 = logarithm(scale0), log1 = logarithm(scale1);
+          scale_signs |= __float_as_uint(scale0) | __float_as_uint(scale1);
 #pragma unroll
           for (int j = 0; j < kEights; ++j) {
-            const float2 base = *reinterpret_cast<const float2*>(&s.base[self][b][8 * j + 2 * t]);
-            weight[b][j][0] = round_to_f16x2(exp2_fast((score[4 * j] + log0) - base.x),
-                                             exp2_fast((score[4 * j + 1] + log0) - base.y));
-            weight[b][j][1] = round_to_f16x2(exp2_fast((score[4 * j + 2] + log1) - base.x),
-                                             exp2_fast((score[4 * j + 3] + log1) - base.y));
+            const float2 base = *reinterpret_cast<const float2*>(&s.base[self][kScaleBlocks][8 * j + 2 * t]);
+            const float2 offset = *reinterpret_cast<const float2*>(&s.base[self][b][8 * j + 2 * t]);
+            weight[b][j][0] = round_to_f16x2(exp2_fast((score[4 * j] - base.x) + (log0 - offset.x)),
+                                             exp2_fast((score[4 * j + 1] - base.y) + (log0 - offset.y)));
+            weight[b][j][1] = round_to_f16x2(exp2_fast((score[4 * j + 2] - base.x) + (log1 - offset.x)),
+                                             exp2_fast((score[4 * j + 3] - base.y) + (log1 - offset.y)));
             most_half = max_f16x2(most_half, max_f16x2(weight[b][j][0], weight[b][j][1]));
           }
         }
@@ -501,6 +534,16 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
       } while (again);
 #pragma unroll
       for (int c = 0; c < 2 * kEights; ++c) sum[c] += added[c];
+      if (static_cast<int>(scale_signs) < 0) {
+#pragma unroll
+        for (int b = 0; b < kScaleBlocks; ++b)
+#pragma unroll
+          for (int x = 0; x < 2; ++x) {
+            const uint32_t signs = scales[x * kNextScale + b] < 0.0f ? 0x80008000u : 0;
+#pragma unroll
+            for (int j = 0; j < kEights; ++j) weight[b][j][x] ^= signs;
+          }
+      }
       auto store_weights = [&](int first) {  // of the blocks from `first` on
 #pragma unroll
         for (int b = 0; b < C::kBlocksAtOnce; ++b)
@@ -613,11 +656,12 @@ __device__ void consume(const Dense& p, const Schedule& schedule, SharedPacked& 
     }
     if (tid < kScaleBlocks * kColumns) {  // of a block and a lane
       const int b = tid / kColumns, l = tid % kColumns;
-      const float own = s.base[self][b][l], common = fmaxf(own, s.base[1 - self][b][l]);
+      const float level = fmaxf(s.base[0][kScaleBlocks][l], s.base[1][kScaleBlocks][l]);
+      auto above = [&](int group) { return (s.base[group][kScaleBlocks][l] - level) + s.base[group][b][l]; };
+      const float own = above(self), common = fmaxf(own, above(1 - self));
       s.to_common[self][b][l] = weight_of(own, common);
       // Halves of the exponent: neither is out of range where the result is not.
-      if (self == 0)
-        s.half[b][l] = exp2_fast(0.5f * (common - fmaxf(s.base[0][kScaleBlocks][l], s.base[1][kScaleBlocks][l])));
+      if (self == 0) s.half[b][l] = exp2_fast(0.5f * common);
     }
     meet();
     // Eight lanes at a time each group gives half of the columns away, where Q was, and finishes the other half. A
