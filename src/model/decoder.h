@@ -33,17 +33,12 @@
 #include "model/compute.h"
 #include "model/few_rows.h"
 #include "model/linear.h"
+#include "model/mla_forms.h"
 #include "model/moe.h"
 #include "model/rope_table.h"
 
 namespace gannet {
 inline namespace v0 {
-
-/// How attention reads a query: the projections give fp32.
-enum class QueryPrecision : uint8_t {
-  kF32,
-  kBf16,  ///< rounded to bf16 before attention; faster where the machine multiplies bf16
-};
 
 struct DecoderOptions {
   std::string backend = {};  ///< name in the attention registry; empty: the architecture's default
@@ -168,12 +163,9 @@ class Decoder {
   void logits_of(const float* normed, const ForwardOutputs& outputs);
   void project_logits(const float* rows, int64_t n, const ForwardOutputs& outputs);
   void attention(int32_t index, const Layer& layer, int64_t rows, const Choice& choice, const ForwardOutputs& outputs);
-  void sparse_attention(int32_t index, const Layer& layer, int64_t rows, const KvRows& kv, const Choice& choice,
+  void sparse_attention(const MlaRows& x, const Layer& layer, int64_t rows, const KvRows& kv, const Choice& choice,
                         const ForwardOutputs& outputs);
-  void dense_attention(int32_t index, const Layer& layer, int64_t rows, const KvRows& kv);
-  void absorb(const Layer& layer, Range rows);
-  void unabsorb(const Layer& layer, Range rows);
-  void expand(const Layer& layer, const float* latent, int64_t rows, float* k_nope, float* v);
+  void dense_attention(const MlaRows& x, const KvRows& kv);
   void mlp(const Layer& layer, int64_t rows);
   /// Whether a step of that many rows runs through few_: launches fused, bf16, decode or sparse rows only.
   bool runs_few(int64_t rows) const;
@@ -186,8 +178,6 @@ class Decoder {
   void deliver(const float* logits, int64_t n, float* to, int32_t* tokens);
   void rotate(float* x, int64_t rows, int64_t heads, int64_t width, int64_t row_stride, int32_t offset,
               RopePairing pairing);
-  /// A view of fp32 values in the form that attention reads: as they are, or rounded into `storage`.
-  TensorView query_view(float* x, std::initializer_list<int64_t> shape, Array& storage);
   /// A packed view of fp32 values on the decoder's device.
   TensorView view_of(float* x, std::initializer_list<int64_t> shape) const {
     return view(x, DType::kF32, shape, compute_->device());
@@ -215,6 +205,7 @@ class Decoder {
   std::unique_ptr<LatentPool> latent_pool_;
   std::unique_ptr<IndexKPool> index_pool_;
   std::unique_ptr<AttentionBackend> backend_;
+  std::unique_ptr<MlaForms> forms_;
   std::unique_ptr<SelectionBuffer> selection_;
   // Of the MTP layer: the list of the last draft step, and room for the next one's.
   std::unique_ptr<SelectionBuffer> draft_selection_, next_draft_selection_;
