@@ -214,11 +214,14 @@ Decoder::Decoder(const Context& context, Checkpoint& checkpoint, const DecoderOp
                                  .precision = options.precision,
                                  .projector = {.invariant = options.invariant, .impl = projector_impl(options.impl)}})),
       rope_(config_.rope, config_.qk_rope_head_dim),
+      only_form_(only_prefill_form(config_.is_dsa(), options.invariant, options.device)),
       scratch_(std::make_unique<Scratch>(compute_->memory())) {
   if (options_.max_context_len <= 0) options_.max_context_len = config_.max_position_embeddings;
   if (options_.invariant && options_.device.kind != DeviceKind::kCpu)
     fail(ErrorCode::kUnsupported, "Decoder", "invariant on {}; accepted: on the CPU (bits of {} depend on the batch)",
          to_string(options_.device), compute_->name());
+  if (const std::string accepted = prefill_form_refusal(options_.prefill_form, only_form_); !accepted.empty())
+    fail_argument("Decoder", "prefill_form is {}; accepted: {}", to_string(options_.prefill_form), accepted);
   if (options_.query == QueryPrecision::kBf16 && fits_few_rows(config_)) few_ = compute_->few_rows();
   load(checkpoint);
   if (options_.draft && !draft_refusal_.empty()) fail(ErrorCode::kUnsupported, "draft", "{}", draft_refusal_);
@@ -354,13 +357,17 @@ void Decoder::make_backend() {
       *buffer = std::make_unique<SelectionBuffer>(topk, true, memory);
   }
   backend_->bind(layer_caches(*latent_pool_, index_pool_.get()));
-  forms_ = std::make_unique<MlaForms>(*backend_, *compute_, options_.query,
-                                      MlaWidths{.heads = c.num_attention_heads,
-                                                .latent = c.kv_lora_rank,
-                                                .rope = c.qk_rope_head_dim,
-                                                .nope = c.qk_nope_head_dim,
-                                                .v = c.v_head_dim},
-                                      stats_.attention_seconds);
+  form_setup_ = {.widths = {.heads = c.num_attention_heads,
+                            .latent = c.kv_lora_rank,
+                            .rope = c.qk_rope_head_dim,
+                            .nope = c.qk_nope_head_dim,
+                            .v = c.v_head_dim},
+                 .query = options_.query,
+                 .format = options_.latent_format,
+                 .impl = attention_impl(options_.impl),
+                 .gemm_library = Projector::gemm_library() != "none"};
+  forms_ =
+      std::make_unique<MlaForms>(*backend_, *compute_, options_.query, form_setup_.widths, stats_.attention_seconds);
 }
 
 int64_t Decoder::pool_bytes() const noexcept {
@@ -377,6 +384,17 @@ void Decoder::prepare(const BatchStep& step) {
   capture(requests, step.q_len);
   if (options_.draft) capture(requests, 1);  // later draft steps have one row a request
   backend_->refresh(step, requests);
+}
+
+/// Of a step just prepared: once for all of its layers.
+void Decoder::choose_form() {
+  const StepPlan& plan = backend_->step();
+  form_ = PrefillForm::kAbsorbed;
+  if (plan.rows(StepRows::kPrefill).size() == 0) return;
+  form_ = only_form_.form != PrefillForm::kAuto
+              ? only_form_.form
+              : choose_prefill_form(options_.prefill_form, form_setup_, form_step(plan));
+  ++(form_ == PrefillForm::kExpanded ? stats_.expanded_steps : stats_.absorbed_steps);
 }
 
 void Decoder::capture(int32_t num_requests, int32_t q_len) {
@@ -414,6 +432,7 @@ void Decoder::check_ids(const char* function, std::span<const int32_t> ids, int6
 void Decoder::forward(const BatchStep& step, std::span<const int32_t> ids, const ForwardOutputs& outputs) {
   const Timer timer(stats_.total_seconds);
   prepare(step);
+  choose_form();
   const StepPlan& plan = backend_->step();
   const int64_t rows = plan.num_rows(), dim = config_.hidden_size;
   check_ids("forward", ids, rows, outputs.logit_rows);
@@ -580,6 +599,7 @@ void Decoder::draft_next(const DraftAdvance& advance, std::span<const int32_t> r
   for (const int32_t row : rows)
     if (row < -1 || row >= draft_rows_) fail_argument(kFunction, "row is {}; accepted: -1 to {}", row, draft_rows_ - 1);
   backend_->advance(advance);
+  choose_form();
   const StepPlan& plan = backend_->step();
   const int64_t n = plan.num_rows(), dim = config_.hidden_size;
   if (static_cast<int64_t>(rows.size()) != n) fail_argument(kFunction, "{} rows for {} requests", rows.size(), n);
@@ -778,7 +798,7 @@ void Decoder::dense_attention(const MlaRows& x, const KvRows& kv) {
     const Timer timer(stats_.attention_seconds);
     backend_->write(x.layer, StepRows::kAll, kv);
   }
-  if (!options_.invariant && backend_->step().rows(StepRows::kPrefill).size() > 0) {
+  if (form_ == PrefillForm::kExpanded) {
     forms_->expanded(x);
     forms_->absorbed(x, StepRows::kDecode, AlreadyWritten{}, AttendAll{});
   } else {

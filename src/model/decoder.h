@@ -13,8 +13,10 @@
 // DecoderOptions::draft is refused.
 //
 // Forms of attention. DSA layers always run the absorbed form over what their indexer chose, prefill and decode alike.
-// Dense MLA layers run the expanded form for prefill rows (prefixes in chunks) and the absorbed one for decode rows; in
-// the invariant mode the absorbed one for every row, since the two differ in rounding.
+// Dense MLA layers run the absorbed form for decode rows. Prefill rows of a step take the form that costs less by the
+// figures of model/prefill_form.h, or the one that DecoderOptions::prefill_form names: expanded (prefixes in chunks) or
+// absorbed. On a GPU they are always expanded; in the invariant mode they are absorbed, since the two differ in
+// rounding and a choice by cost depends on how a prompt is cut.
 //
 // Errors: Error(kCorruptFile) for tensors that are missing or of another dtype or shape; what the backend refuses.
 // Thread safety: used by one thread at a time; spreads its work over the context's executor.
@@ -35,6 +37,7 @@
 #include "model/linear.h"
 #include "model/mla_forms.h"
 #include "model/moe.h"
+#include "model/prefill_form.h"
 #include "model/rope_table.h"
 
 namespace gannet {
@@ -53,6 +56,7 @@ struct DecoderOptions {
   int64_t max_context_len = 0;           ///< tokens; 0: the checkpoint's max_position_embeddings
   int64_t prefix_chunk_capacity = 2048;  ///< dense prefill: prefix tokens expanded at a time, H*(N+P+V) values each
   QueryPrecision query = QueryPrecision::kF32;
+  PrefillForm prefill_form = PrefillForm::kAuto;        ///< of dense layers; one of those that can be had
   Device device{};                                      ///< where caches, weights and everything that is computed lie
   ComputePrecision precision = ComputePrecision::kF32;  ///< of projections on a GPU
   bool invariant = false;  ///< rows' bits do not depend on chunks, batch neighbours or threads; on the CPU only
@@ -80,6 +84,8 @@ std::vector<LatentFormat> latent_formats(const ModelConfig& config);
 struct DecoderStats {
   double attention_seconds = 0.0;  ///< in the backend: writing caches, selecting, attending; on the CPU only
   double total_seconds = 0.0;      ///< in forward()
+  int64_t expanded_steps = 0;      ///< with prefill rows, in that form
+  int64_t absorbed_steps = 0;      ///< with prefill rows, in that form
   int64_t attended_keys = 0;       ///< keys that rows of sparse layers attended to; on the CPU only
   int64_t visible_keys = 0;        ///< keys that they could have
 };
@@ -155,6 +161,7 @@ class Decoder {
   void load_mtp(Checkpoint& checkpoint);
   void make_backend();
   void prepare(const BatchStep& step);
+  void choose_form();
   void capture(int32_t num_requests, int32_t q_len);
   void check_ids(const char* function, std::span<const int32_t> ids, int64_t rows,
                  std::span<const int64_t> logit_rows) const;
@@ -206,6 +213,9 @@ class Decoder {
   std::unique_ptr<IndexKPool> index_pool_;
   std::unique_ptr<AttentionBackend> backend_;
   std::unique_ptr<MlaForms> forms_;
+  OnlyForm only_form_;
+  FormSetup form_setup_;
+  PrefillForm form_ = PrefillForm::kAbsorbed;  // of the step's prefill rows
   std::unique_ptr<SelectionBuffer> selection_;
   // Of the MTP layer: the list of the last draft step, and room for the next one's.
   std::unique_ptr<SelectionBuffer> draft_selection_, next_draft_selection_;

@@ -5,7 +5,7 @@
 //   absorbed  the keys' half of kv_b goes into the query, attention reads the cache as it lies, and the values' half
 //             makes the heads of what comes out. Any rows; sparse attention has this form alone.
 //
-// Both give the same within rounding.
+// Both give the same within rounding; what they cost is in model/prefill_form.h.
 //
 // Errors: those of the backend. Thread safety: used by one thread at a time.
 #pragma once
