@@ -137,9 +137,6 @@ class FormCall final : public Call {
 void run_prefill_forms(const Context& context, const Options& options, const Roofs& roofs, std::ostream& out,
                        std::ostream* json) {
   const Grid& grid = options.grid;
-  const auto or_default = [](const std::vector<int>& given, std::vector<int> defaults) {
-    return given.empty() ? std::move(defaults) : given;
-  };
   std::vector<std::string> impls{options.impl};
   if (options.impl == "all") {
     impls.clear();

@@ -94,10 +94,6 @@ Problem finish(std::vector<Params> copies, std::shared_ptr<Storage> storage, std
   return p;
 }
 
-std::vector<int> or_default(const std::vector<int>& given, std::vector<int> defaults) {
-  return given.empty() ? std::move(defaults) : given;
-}
-
 const char* row_word(DType dtype) { return to_string(dtype); }
 
 DType latent_dtype(LatentFormat format) {

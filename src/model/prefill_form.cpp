@@ -61,7 +61,10 @@ constexpr double kRound = 1.6;
 constexpr double kMerge = 0.8, kMergeBf16 = 0.4;
 constexpr double kNano = 1e-9;
 
-constexpr double round_up(int64_t n, int64_t m) { return static_cast<double>((n + m - 1) / m * m); }
+constexpr double round_up(int64_t n, int64_t m) {
+  const int64_t rounded = (n + m - 1) / m * m;
+  return static_cast<double>(rounded);
+}
 
 const Rates& rates_of(const std::string& impl, bool bf16) {
   const auto find = [&](std::string_view name) {
