@@ -208,6 +208,28 @@ void add_scale_option(CLI::App& command, std::optional<float>& kv_scale) {
                      "The scale of --kv-dtype e4m3: a value is stored divided by it; default 1");
 }
 
+void add_prefill_form_option(CLI::App& command, std::string& form) {
+  command
+      .add_option("--prefill-form", form,
+                  "Attention of a dense model's prompt: expanded (keys and values of every head), absorbed (over the "
+                  "latents, as decode), or auto: on a CPU the one that measured rates say is faster for each step")
+      ->capture_default_str();
+}
+
+PrefillForm prefill_form(const std::string& name, bool sparse, bool invariant, const ChosenDevice& device) {
+  for (const PrefillForm form : {PrefillForm::kAuto, PrefillForm::kExpanded, PrefillForm::kAbsorbed}) {
+    if (name != to_string(form)) continue;
+    const std::string accepted = prefill_form_refusal(form, only_prefill_form(sparse, invariant, device.device));
+    if (!accepted.empty()) refuse("--prefill-form", name, accepted);
+    return form;
+  }
+  refuse("--prefill-form", name, "auto, expanded, absorbed");
+}
+
+std::string prefill_form_text(const std::string& name, const DecoderStats& stats) {
+  return fmt::format("{}: expanded in {} steps, absorbed in {}", name, stats.expanded_steps, stats.absorbed_steps);
+}
+
 void add_hadamard_option(CLI::App& command, bool& index_hadamard) {
   command.add_flag("--index-hadamard", index_hadamard,
                    "Keep index keys rotated by the Walsh-Hadamard matrix, as DeepSeek-V3.2's own code does");

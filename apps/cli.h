@@ -98,6 +98,12 @@ QueryPrecision query_precision(const std::string& name, LatentFormat latent, boo
 /// --query-dtype alone, and --kv-scale alone.
 void add_query_option(CLI::App& command, std::string& query_dtype);
 void add_scale_option(CLI::App& command, std::optional<float>& kv_scale);
+/// --prefill-form: auto, expanded or absorbed.
+void add_prefill_form_option(CLI::App& command, std::string& form);
+/// Throws for a name that is none of those, and for a form that the model cannot take there.
+PrefillForm prefill_form(const std::string& name, bool sparse, bool invariant, const ChosenDevice& device);
+/// What became of it: "auto: expanded in 3 steps, absorbed in 1".
+std::string prefill_form_text(const std::string& name, const DecoderStats& stats);
 /// --index-hadamard.
 void add_hadamard_option(CLI::App& command, bool& index_hadamard);
 

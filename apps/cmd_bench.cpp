@@ -45,6 +45,10 @@ void refuse_given(const CLI::App& command, std::initializer_list<const char*> na
 void check_cpu_options(const CLI::App& command, const gannet::bench::Options& options) {
   refuse_given(command, {"--against", "--where", "--every"}, "only with --device cuda");
   if (options.impl != "all") gannet::cli::check_impl(options.impl);
+  const std::vector<int>& keys = options.grid.keys;
+  const bool any_prefix = options.ops == std::vector<std::string>{gannet::bench::kPrefillForm};
+  if (std::find(keys.begin(), keys.end(), 0) != keys.end() && !any_prefix)
+    gannet::cli::refuse("--keys", "0", "1 and more; 0 only with --op prefill_form, whose keys are a cached prefix");
   const bool all = options.ops.empty();
   const bool generate =
       std::find(options.ops.begin(), options.ops.end(), gannet::bench::kGenerate) != options.ops.end();
@@ -77,6 +81,7 @@ void run_cuda_generate(const CLI::App& command, const gannet::bench::Options& op
 
 std::vector<std::string> op_names() {
   std::vector<std::string> names = gannet::bench::problem_ops();
+  names.emplace_back(gannet::bench::kPrefillForm);
   names.emplace_back(gannet::bench::kGenerate);
   return names;
 }
@@ -97,15 +102,19 @@ void add_bench_command(CLI::App& app) {
   command->add_option("--every", cuda->every, "With --device cuda: each n-th of these rows")
       ->check(CLI::Range(1, kMost));
   command
-      ->add_option("--op", options->ops,
-                   "Operations, separated by commas (default: all); with --device cuda as the file names them")
+      ->add_option(
+          "--op", options->ops,
+          "Operations, separated by commas (default: all of them); prefill_form: the two forms of dense prefill; "
+          "generate: whole runs; with --device cuda as the file names them")
       ->delimiter(',');
   command->add_option("--heads", options->grid.heads, "Numbers of heads (default: 128,16; indexer 64,32)")
       ->delimiter(',')
       ->check(CLI::Range(1, kMost));
-  command->add_option("--keys", options->grid.keys, "Tokens in the cache, or of the prompt for ragged_prefill")
+  command
+      ->add_option("--keys", options->grid.keys,
+                   "Tokens in the cache, of the prompt for ragged_prefill, or of the prefix for prefill_form")
       ->delimiter(',')
-      ->check(CLI::Range(1, kMost));
+      ->check(CLI::Range(0, kMost));
   command->add_option("--rows", options->grid.rows, "Query rows a request; rows for topk, merge_state, latent_*")
       ->delimiter(',')
       ->check(CLI::Range(1, kMost));

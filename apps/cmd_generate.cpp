@@ -34,6 +34,7 @@ struct GenerateOptions {
   int64_t pages = 0;
   int32_t speculate = 0;
   std::string backend;
+  std::string prefill_form = "auto";
   bool json = false;
   bool text_only = false;
   bool index_dtype_given = false;
@@ -208,6 +209,7 @@ void run_generate(const GenerateOptions& o) {
                    .page_size = o.cache.page_size,
                    .num_pages = pages + 1,  // page 0 is nobody's
                    .query = query_precision(o.cache.query_dtype, formats.latent, config.is_dsa(), device),
+                   .prefill_form = prefill_form(o.prefill_form, config.is_dsa(), o.invariant, device),
                    .device = device.device,
                    .precision = device.precision,
                    .invariant = o.invariant,
@@ -283,6 +285,11 @@ void run_generate(const GenerateOptions& o) {
       out["sparse_attended_tokens"] = d.attended_keys;
       out["sparse_visible_tokens"] = d.visible_keys;
     }
+    if (!config.is_dsa()) {
+      out["prefill_form"] = o.prefill_form;
+      out["prefill_steps_expanded"] = d.expanded_steps;
+      out["prefill_steps_absorbed"] = d.absorbed_steps;
+    }
     out["attention_share_of_time"] = attention_share;
     out["backend"] = decoder.backend().name();
     for (const auto& [op, impl] : decoder.backend().implementations()) out["implementations"][op] = impl;
@@ -321,6 +328,7 @@ void run_generate(const GenerateOptions& o) {
     const std::string share_text = gpu ? "" : fmt::format("{:.1f} % of the time, ", 100.0 * attention_share);
     t.row("attention",
           fmt::format("{}backend {}, {}", share_text, decoder.backend().name(), implementations_text(decoder)));
+    if (!config.is_dsa()) t.row("prefill form", prefill_form_text(o.prefill_form, d));
     t.row("projections",
           gpu ? decoder.compute().name()
               : fmt::format("{}{}; GEMM library {}", decoder.compute().name(), o.invariant ? ", invariant" : "",
@@ -383,6 +391,7 @@ void add_generate_command(CLI::App& app) {
       ->check(CLI::Range(0, gannet::EngineOptions::kMaxSpeculate))
       ->capture_default_str();
   c.add_option("--backend", o.backend, "Attention backend; default: that of the architecture");
+  add_prefill_form_option(c, o.prefill_form);
   c.add_flag("--json", o.json, "Print one JSON object at the end instead of text and table");
   c.add_flag("--text-only", o.text_only, "Print the text alone");
   add_cache_options(c, o.cache);

@@ -26,6 +26,7 @@ struct VerifyOptions {
   int64_t chunk = 512;
   bool invariant = false, index_hadamard = false;
   std::string backend;
+  std::string prefill_form = "auto";
   MachineOptions machine;
   DeviceOptions device;
 };
@@ -56,6 +57,7 @@ bool verify_model(const VerifyOptions& o, Machine& machine, const std::vector<Go
                    .page_size = o.page_size,
                    .num_pages = pages_needed(prompts, o.page_size),
                    .query = query_precision(o.query_dtype, formats.latent, sparse, device),
+                   .prefill_form = prefill_form(o.prefill_form, sparse, o.invariant, device),
                    .device = device.device,
                    .precision = device.precision,
                    .invariant = o.invariant,
@@ -78,7 +80,9 @@ bool verify_model(const VerifyOptions& o, Machine& machine, const std::vector<Go
   std::string impls;
   for (const auto& [op, impl] : decoder.backend().implementations())
     impls += fmt::format("{}{}: {}", impls.empty() ? "" : ", ", op, impl);
-  std::printf("  ran on %s: %s; projections: %s; threads: %d\n", device.text.c_str(), impls.c_str(),
+  const std::string form =
+      sparse ? "" : fmt::format("; prefill form {}", prefill_form_text(o.prefill_form, decoder.stats()));
+  std::printf("  ran on %s: %s%s; projections: %s; threads: %d\n", device.text.c_str(), impls.c_str(), form.c_str(),
               decoder.compute().name().c_str(), machine.pool.num_workers());
   return passed;
 }
@@ -194,13 +198,14 @@ void add_verify_command(CLI::App& app) {
   c.add_option("--chunk", o.chunk, "Prompt tokens of one prefill step")->capture_default_str();
   c.add_flag("--invariant", o.invariant, "Run in the invariant mode");
   c.add_option("--backend", o.backend, "Attention backend; default: that of the architecture");
+  add_prefill_form_option(c, o.prefill_form);
   add_machine_options(c, o.machine);
   add_device_options(c, o.device);
   c.callback([options, &c] {
     // What only a model reads is refused rather than ignored, but for --device, which may come from the environment.
     if (!options->model)
       for (const char* name : {"--backend", "--chunk", "--index-dtype", "--index-hadamard", "--invariant", "--kv-dtype",
-                               "--kv-scale", "--page-size", "--precision", "--query-dtype"})
+                               "--kv-scale", "--page-size", "--precision", "--prefill-form", "--query-dtype"})
         if (c.count(name) > 0) refuse(name, "given", "only with --model");
     run_verify(*options);
   });

@@ -6,6 +6,7 @@
 #include <limits>
 #include <ostream>
 
+#include "bench/prefill_forms.h"
 #include "core/format.h"
 #include "gannet/executor.h"
 
@@ -39,13 +40,14 @@ double relative_error(const std::vector<float>& a, const std::vector<float>& b) 
   return std::sqrt(difference / norm);
 }
 
-/// Repeats calls for `seconds`, at least one; returns the fastest.
-double round_minimum(Contestant& c, ClockKind clock, double seconds) {
+}  // namespace
+
+double round_minimum(Call& call, int64_t& calls, ClockKind clock, double seconds) {
   double best = 0.0;
   const double start = now(clock);
   double before = start;
   do {
-    c.call->run(c.calls++);
+    call.run(calls++);
     const double after = now(clock);
     const double taken = after - before;
     best = best == 0.0 ? taken : std::min(best, taken);
@@ -60,20 +62,22 @@ Timing timing_of(std::vector<double> minima, int64_t calls) {
   return {minima.front(), n % 2 == 1 ? minima[n / 2] : 0.5 * (minima[n / 2 - 1] + minima[n / 2]), calls};
 }
 
-}  // namespace
-
 void run(const Options& options, std::ostream& out, std::ostream& err) {
   if (options.rounds < 1) fail_argument("bench", "rounds is {}; accepted: 1 and more", options.rounds);
   if (options.clock == ClockKind::kThreadCpu && options.threads != 1)
     fail_argument("bench", "threads is {} with thread CPU time; accepted: 1", options.threads);
   const std::vector<std::string>& ops = options.ops.empty() ? problem_ops() : options.ops;
   std::vector<Maker> makers;
-  bool generate = options.ops.empty() && !options.generate.model.empty();
+  bool generate = options.ops.empty() && !options.generate.model.empty(), prefill_forms = false;
   for (const std::string& op : ops) {
     if (op == kGenerate) {
       if (options.generate.model.empty())
         fail_argument("bench", "op is generate, and model is empty; accepted: a directory");
       generate = true;
+      continue;
+    }
+    if (op == kPrefillForm) {
+      prefill_forms = true;
       continue;
     }
     for (Maker& maker : make_problems(op, options.grid)) makers.push_back(std::move(maker));
@@ -116,7 +120,8 @@ void run(const Options& options, std::ostream& out, std::ostream& err) {
     }
     for (Contestant& c : contestants) c.call->run(c.calls++);  // first touches and the pool's wake-up are not timed
     for (int round = 0; round < options.rounds; ++round) {
-      for (Contestant& c : contestants) c.round_minima.push_back(round_minimum(c, options.clock, options.min_time));
+      for (Contestant& c : contestants)
+        c.round_minima.push_back(round_minimum(*c.call, c.calls, options.clock, options.min_time));
     }
     meter.measure(kRoofSecondsLater);
     for (Contestant& c : contestants) c.timing = timing_of(c.round_minima, c.calls);
@@ -142,6 +147,7 @@ void run(const Options& options, std::ostream& out, std::ostream& err) {
     }
   }
   if (!makers.empty()) print_roofs(out, meter.roofs());
+  if (prefill_forms) run_prefill_forms(context, options, meter.roofs(), out, json.is_open() ? &json : nullptr);
   if (generate)
     run_generate(context, options.generate, options.impl == "all" ? "" : options.impl, options.rounds,
                  options.grid.latent_format, options.grid.index_format, meter.roofs(), out,

@@ -18,9 +18,11 @@ namespace bench {
 
 /// The name, beside problem_ops(), of whole runs of a checkpoint.
 inline constexpr const char* kGenerate = "generate";
+/// The name of the comparison of the two forms of dense prefill (bench/prefill_forms.h).
+inline constexpr const char* kPrefillForm = "prefill_form";
 
 struct Options {
-  std::vector<std::string> ops = {};  ///< of problem_ops(), or "generate"; empty: all
+  std::vector<std::string> ops = {};  ///< of problem_ops(), "generate" or "prefill_form"; empty: problem_ops()
   Grid grid{};
   GenerateGrid generate{};             ///< with a model: whole runs of it after the operations
   std::string impl = {};               ///< a name, "all", or empty: the one that a plan chooses
@@ -55,6 +57,10 @@ struct Row {
   /// Peers' least times over this row's, of the same rounds.
   std::vector<std::pair<std::string, double>> ratios;
 };
+
+/// Repeats calls for `seconds`, at least one; returns the fastest. `calls` counts them.
+double round_minimum(Call& call, int64_t& calls, ClockKind clock, double seconds);
+Timing timing_of(std::vector<double> minima, int64_t calls);
 
 /// Prints the table to `out` as it grows, remarks to `err`; appends to the JSON file. Throws gannet::Error.
 void run(const Options& options, std::ostream& out, std::ostream& err);

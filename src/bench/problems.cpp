@@ -5,11 +5,10 @@
 #include <cstring>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <numeric>
 #include <random>
 
 #include "bench/peers.h"
-#include "bench/roofs.h"
+#include "bench/storage.h"
 #include "core/format.h"
 #include "core/implementation.h"
 #include "gannet/gannet.h"
@@ -27,81 +26,6 @@ using Json = nlohmann::json;
 constexpr int kLatentDim = 512;
 constexpr int kRopeDim = 64;
 constexpr int kIndexHeadDim = 128;
-// Base addresses at cache lines, as pools give them; the kernel's huge pages are left to the system's setting.
-constexpr size_t kAlignment = 64;
-// Memory that a rotation goes through, in units of the last-level cache.
-constexpr int64_t kRotationCaches = 2;
-constexpr int64_t kMaxCopies = 64;
-
-struct Free {
-  void operator()(void* p) const { std::free(p); }
-};
-
-/// Owns what a problem's views point to.
-class Storage {
- public:
-  explicit Storage(uint64_t seed) : random_(seed), normals_(kNormals) {
-    std::normal_distribution<float> normal(0.0f, 1.0f);
-    for (float& x : normals_) x = normal(random_);
-  }
-  std::byte* allocate(size_t bytes) {
-    blocks_.emplace_back(std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment));
-    if (blocks_.back() == nullptr) fail(ErrorCode::kOutOfMemory, "bench", "{} bytes cannot be allocated", bytes);
-    return static_cast<std::byte*>(blocks_.back().get());
-  }
-  TensorView uninitialised(DType dtype, std::initializer_list<int64_t> shape) {
-    int64_t n = 1;
-    for (const int64_t s : shape) n *= s;
-    return view(allocate(static_cast<size_t>(n) * size_of(dtype)), dtype, shape);
-  }
-  /// Outputs: written once, so that no first touch is timed.
-  TensorView zeros(DType dtype, std::initializer_list<int64_t> shape) {
-    TensorView v = uninitialised(dtype, shape);
-    std::memset(v.data, 0, static_cast<size_t>(v.num_elements()) * size_of(dtype));
-    return v;
-  }
-  /// Normally distributed with standard deviation `scale`.
-  TensorView normal(DType dtype, std::initializer_list<int64_t> shape, float scale = 1.0f) {
-    TensorView v = uninitialised(dtype, shape);
-    fill(dtype, v.data, v.num_elements(), scale);
-    return v;
-  }
-  TensorView ints(const std::vector<int32_t>& values) {
-    TensorView v = uninitialised(DType::kI32, {static_cast<int64_t>(values.size())});
-    std::memcpy(v.data, values.data(), values.size() * sizeof(int32_t));
-    return v;
-  }
-  void fill(DType dtype, void* data, int64_t count, float scale) {
-    for (int64_t i = 0; i < count; ++i) {
-      // Every value comes from a fresh random index: no period that a cache or a predictor could use.
-      const float x = scale * normals_[next() % kNormals];
-      if (dtype == DType::kF32) static_cast<float*>(data)[i] = x;
-      else if (dtype == DType::kBf16) static_cast<Bf16*>(data)[i] = Bf16::from_float(x);
-      else static_cast<E4m3*>(data)[i] = E4m3::from_float(x);
-    }
-  }
-  std::vector<int32_t> permutation(int32_t first, int32_t count) {
-    std::vector<int32_t> p(static_cast<size_t>(count));
-    std::iota(p.begin(), p.end(), first);
-    std::shuffle(p.begin(), p.end(), random_);
-    return p;
-  }
-  std::mt19937_64& random() { return random_; }
-
- private:
-  static constexpr uint64_t kNormals = 4096;
-  uint64_t next() {  // xorshift64: quick, and good enough to pick from a table
-    state_ ^= state_ << 13;
-    state_ ^= state_ >> 7;
-    state_ ^= state_ << 17;
-    return state_;
-  }
-  std::mt19937_64 random_;
-  uint64_t state_ = 88172645463325252u;
-  std::vector<float> normals_;
-  std::vector<std::unique_ptr<void, Free>> blocks_;
-};
-
 template <class Params>
 class PlannedCall final : public Call {
  public:
@@ -168,17 +92,6 @@ Problem finish(std::vector<Params> copies, std::shared_ptr<Storage> storage, std
     return std::make_unique<PlannedCall<Params>>(context, impl, copies, storage);
   };
   return p;
-}
-
-std::vector<int> or_default(const std::vector<int>& given, std::vector<int> defaults) {
-  return given.empty() ? std::move(defaults) : given;
-}
-
-/// How many copies of `bytes` of cache a rotation needs so that none is found in the last level.
-int64_t num_copies(const Grid& grid, int64_t bytes) {
-  if (grid.warm) return 1;
-  const int64_t wanted = (kRotationCaches * last_level_cache_bytes() + bytes - 1) / bytes;
-  return std::clamp<int64_t>(wanted + 1, 2, kMaxCopies);
 }
 
 const char* row_word(DType dtype) { return to_string(dtype); }

@@ -30,6 +30,11 @@ struct Grid {
   bool peers = false;  ///< with other libraries, where a problem has any
 };
 
+/// A list of the grid, or the operation's own.
+inline std::vector<int> or_default(const std::vector<int>& given, const std::vector<int>& defaults) {
+  return given.empty() ? defaults : given;
+}
+
 /// One call that can be repeated; `iteration` picks the memory that it works on.
 class Call {
  public:

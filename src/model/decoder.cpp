@@ -1,37 +1,15 @@
 #include "model/decoder.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <deque>
 
 #include "core/format.h"
+#include "model/timer.h"
 
 namespace gannet {
 inline namespace v0 {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
-
-/// Adds the life of the object to a counter.
-class Timer {
- public:
-  explicit Timer(double& total) : total_(&total), start_(Clock::now()) {}
-  ~Timer() { *total_ += seconds_since(start_); }
-  Timer(const Timer&) = delete;
-  Timer& operator=(const Timer&) = delete;
-
- private:
-  double* total_;
-  Clock::time_point start_;
-};
-
-/// The loops of the projections follow the implementation forced for attention.
-std::string projector_impl(const std::string& impl) {
-  if (impl == "portable" || impl == "ref") return "portable";
-  return {};
-}
 
 constexpr auto kWeightTypes = {DType::kBf16, DType::kF32, DType::kE4m3};
 constexpr auto kNormTypes = {DType::kF32, DType::kBf16};
@@ -208,16 +186,13 @@ struct Decoder::Scratch {
   Array q{memory};         // [rows, H, N+P]
   Array kv{memory};        // [rows, R+P], k_pe rotated where it lies
   Array latent{memory};    // [rows, R]
-  Array rope{memory};      // [rows, P] packed, for dense prefill
+  Array rope{memory};      // [rows, P] packed, for few rows
   Array index_q{memory}, index_k{memory}, index_weights{memory};
-  Array absorbed{memory};  // [rows, H, R+P]
-  Array attended{memory};  // [rows, H, R]
-  Array heads{memory};     // [rows, H, V]
-  Array k_nope{memory}, v{memory};
-  Array expand_latent{memory}, expand_k{memory}, expand_v{memory};
-  Array q16{memory}, k16{memory}, rope16{memory}, v16{memory}, out16{memory}, index_q16{memory};
+  Array heads{memory};  // [rows, H, V]
+  Array index_q16{memory};
   Array router_logits{memory};
   Array nope16{memory};        // [rows, H, N], for few rows
+  Array q16{memory};           // [rows, H, R+P]
   Array attended16{memory};    // [rows, H, R]
   Array heads16{memory};       // [rows, H, V]
   Array index_k_out{memory};   // [rows, Di], of which index_k is the input
@@ -239,11 +214,14 @@ Decoder::Decoder(const Context& context, Checkpoint& checkpoint, const DecoderOp
                                  .precision = options.precision,
                                  .projector = {.invariant = options.invariant, .impl = projector_impl(options.impl)}})),
       rope_(config_.rope, config_.qk_rope_head_dim),
+      only_form_(only_prefill_form(config_.is_dsa(), options.invariant, options.device)),
       scratch_(std::make_unique<Scratch>(compute_->memory())) {
   if (options_.max_context_len <= 0) options_.max_context_len = config_.max_position_embeddings;
   if (options_.invariant && options_.device.kind != DeviceKind::kCpu)
     fail(ErrorCode::kUnsupported, "Decoder", "invariant on {}; accepted: on the CPU (bits of {} depend on the batch)",
          to_string(options_.device), compute_->name());
+  if (const std::string accepted = prefill_form_refusal(options_.prefill_form, only_form_); !accepted.empty())
+    fail_argument("Decoder", "prefill_form is {}; accepted: {}", to_string(options_.prefill_form), accepted);
   if (options_.query == QueryPrecision::kBf16 && fits_few_rows(config_)) few_ = compute_->few_rows();
   load(checkpoint);
   if (options_.draft && !draft_refusal_.empty()) fail(ErrorCode::kUnsupported, "draft", "{}", draft_refusal_);
@@ -379,6 +357,17 @@ void Decoder::make_backend() {
       *buffer = std::make_unique<SelectionBuffer>(topk, true, memory);
   }
   backend_->bind(layer_caches(*latent_pool_, index_pool_.get()));
+  form_setup_ = {.widths = {.heads = c.num_attention_heads,
+                            .latent = c.kv_lora_rank,
+                            .rope = c.qk_rope_head_dim,
+                            .nope = c.qk_nope_head_dim,
+                            .v = c.v_head_dim},
+                 .query = options_.query,
+                 .format = options_.latent_format,
+                 .impl = attention_impl(options_.impl),
+                 .gemm_library = Projector::gemm_library() != "none"};
+  forms_ =
+      std::make_unique<MlaForms>(*backend_, *compute_, options_.query, form_setup_.widths, stats_.attention_seconds);
 }
 
 int64_t Decoder::pool_bytes() const noexcept {
@@ -395,6 +384,17 @@ void Decoder::prepare(const BatchStep& step) {
   capture(requests, step.q_len);
   if (options_.draft) capture(requests, 1);  // later draft steps have one row a request
   backend_->refresh(step, requests);
+}
+
+/// Of a step just prepared: once for all of its layers.
+void Decoder::choose_form() {
+  const StepPlan& plan = backend_->step();
+  form_ = PrefillForm::kAbsorbed;
+  if (plan.rows(StepRows::kPrefill).size() == 0) return;
+  form_ = only_form_.form != PrefillForm::kAuto
+              ? only_form_.form
+              : choose_prefill_form(options_.prefill_form, form_setup_, form_step(plan));
+  ++(form_ == PrefillForm::kExpanded ? stats_.expanded_steps : stats_.absorbed_steps);
 }
 
 void Decoder::capture(int32_t num_requests, int32_t q_len) {
@@ -432,6 +432,7 @@ void Decoder::check_ids(const char* function, std::span<const int32_t> ids, int6
 void Decoder::forward(const BatchStep& step, std::span<const int32_t> ids, const ForwardOutputs& outputs) {
   const Timer timer(stats_.total_seconds);
   prepare(step);
+  choose_form();
   const StepPlan& plan = backend_->step();
   const int64_t rows = plan.num_rows(), dim = config_.hidden_size;
   check_ids("forward", ids, rows, outputs.logit_rows);
@@ -598,6 +599,7 @@ void Decoder::draft_next(const DraftAdvance& advance, std::span<const int32_t> r
   for (const int32_t row : rows)
     if (row < -1 || row >= draft_rows_) fail_argument(kFunction, "row is {}; accepted: -1 to {}", row, draft_rows_ - 1);
   backend_->advance(advance);
+  choose_form();
   const StepPlan& plan = backend_->step();
   const int64_t n = plan.num_rows(), dim = config_.hidden_size;
   if (static_cast<int64_t>(rows.size()) != n) fail_argument(kFunction, "{} rows for {} requests", rows.size(), n);
@@ -649,16 +651,6 @@ void Decoder::rotate(float* x, int64_t rows, int64_t heads, int64_t width, int64
             .pairing = pairing};
   rope.x.stride[0] = row_stride;
   OpPlan<Rope>(*context_, rope, {.impl = options_.impl}).run(rope, {}, compute_->stream());
-}
-
-TensorView Decoder::query_view(float* x, std::initializer_list<int64_t> shape, Array& storage) {
-  TensorView v = view_of(x, shape);
-  if (options_.query == QueryPrecision::kF32) return v;
-  const int64_t n = v.num_elements();
-  v.data = storage.room<Bf16>(n);
-  v.dtype = DType::kBf16;
-  compute_->to_bf16(x, n, storage.data<Bf16>());
-  return v;
 }
 
 /// The event in host memory.
@@ -738,17 +730,24 @@ void Decoder::attention(int32_t index, const Layer& layer, int64_t rows, const C
   KvRows kv{.latent = view_of(latent, {rows, latent_dim}), .rope = view_of(rope, {rows, rope_dim}), .index_k = {}};
   kv.rope.stride[0] = row_dim;
 
-  s.heads.room(rows * heads * c.v_head_dim);
-  if (c.is_dsa()) sparse_attention(index, layer, rows, kv, choice, outputs);
-  else dense_attention(index, layer, rows, kv);
+  const MlaRows x{.layer = index,
+                  .kv_b = layer.kv_b,
+                  .q = s.q.data(),
+                  .latent = latent,
+                  .rope = rope,
+                  .rope_stride = row_dim,
+                  .heads = s.heads.room(rows * heads * c.v_head_dim)};
+  if (c.is_dsa()) sparse_attention(x, layer, rows, kv, choice, outputs);
+  else dense_attention(x, kv);
   compute_->linear(s.heads.data(), rows, layer.o, s.branch.data());
 }
 
-void Decoder::sparse_attention(int32_t index, const Layer& layer, int64_t rows, const KvRows& kv, const Choice& choice,
-                               const ForwardOutputs& outputs) {
+void Decoder::sparse_attention(const MlaRows& x, const Layer& layer, int64_t rows, const KvRows& kv,
+                               const Choice& choice, const ForwardOutputs& outputs) {
   const ModelConfig& c = config_;
   Scratch& s = *scratch_;
-  const int64_t heads = c.num_attention_heads, index_heads = c.index_n_heads, index_dim = c.index_head_dim;
+  const int32_t index = x.layer;
+  const int64_t index_heads = c.index_n_heads, index_dim = c.index_head_dim;
   const TopKSelection& chosen = choice.selection;
   StepWrite write = kv;
   if (layer.config.indexer) {
@@ -770,7 +769,7 @@ void Decoder::sparse_attention(int32_t index, const Layer& layer, int64_t rows, 
         const Timer timer(stats_.attention_seconds);
         backend_->select({.layer = index,
                           .rows = StepRows::kAll,
-                          .q = query_view(s.index_q.data(), {rows, index_heads, index_dim}, s.index_q16),
+                          .q = forms_->query_view(s.index_q.data(), {rows, index_heads, index_dim}, s.index_q16),
                           .weights = weights,
                           .write = with_index,
                           .out = chosen});
@@ -791,148 +790,20 @@ void Decoder::sparse_attention(int32_t index, const Layer& layer, int64_t rows, 
     stats_.visible_keys += row_lens[static_cast<size_t>(r)];
   }
 
-  absorb(layer, {0, rows});
-  const int64_t row_dim = c.kv_lora_rank + c.qk_rope_head_dim;
+  forms_->absorbed(x, StepRows::kAll, write, chosen);
+}
+
+void Decoder::dense_attention(const MlaRows& x, const KvRows& kv) {
   {
     const Timer timer(stats_.attention_seconds);
-    backend_->attend({.layer = index,
-                      .rows = StepRows::kAll,
-                      .q = query_view(s.absorbed.data(), {rows, heads, row_dim}, s.q16),
-                      .write = write,
-                      .selection = chosen,
-                      .out = view_of(s.attended.data(), {rows, heads, c.kv_lora_rank}),
-                      .lse = {}});
+    backend_->write(x.layer, StepRows::kAll, kv);
   }
-  unabsorb(layer, {0, rows});
-}
-
-void Decoder::dense_attention(int32_t index, const Layer& layer, int64_t rows, const KvRows& kv) {
-  const ModelConfig& c = config_;
-  Scratch& s = *scratch_;
-  const StepPlan& plan = backend_->step();
-  const int64_t heads = c.num_attention_heads, nope = c.qk_nope_head_dim, v_dim = c.v_head_dim, q_dim = c.qk_head_dim();
-  const int64_t latent_dim = c.kv_lora_rank, rope_dim = c.qk_rope_head_dim;
-  const Range prefill = plan.rows(StepRows::kPrefill);
-  const bool expanded = !options_.invariant && prefill.size() > 0;
-  const Range absorbed = expanded ? plan.rows(StepRows::kDecode) : Range{0, rows};
-  {
-    const Timer timer(stats_.attention_seconds);
-    backend_->write(index, StepRows::kAll, kv);
+  if (form_ == PrefillForm::kExpanded) {
+    forms_->expanded(x);
+    forms_->absorbed(x, StepRows::kDecode, AlreadyWritten{}, AttendAll{});
+  } else {
+    forms_->absorbed(x, StepRows::kAll, AlreadyWritten{}, AttendAll{});
   }
-  if (expanded) {
-    const int64_t n = prefill.size();
-    expand(layer, s.latent.data(), n, s.k_nope.room(n * heads * nope), s.v.room(n * heads * v_dim));
-    const bool narrow = options_.query == QueryPrecision::kBf16;
-    const TensorView q = query_view(s.q.data(), {n, heads, q_dim}, s.q16);
-    const TensorView k_nope = query_view(s.k_nope.data(), {n, heads, nope}, s.k16);
-    compute_->copy_rows(s.kv.data() + latent_dim, latent_dim + rope_dim, n, rope_dim, s.rope.room(n * rope_dim),
-                        rope_dim);
-    const TensorView k_rope = query_view(s.rope.data(), {n, rope_dim}, s.rope16);
-    const TensorView v = query_view(s.v.data(), {n, heads, v_dim}, s.v16);
-    const auto expand_chunk = [&](const TensorView& latent, const TensorView& k, const TensorView& values) {
-      const int64_t m = latent.shape[0];
-      if (!narrow) {
-        expand(layer, latent.ptr<const float>(), m, k.ptr<float>(), values.ptr<float>());
-        return;
-      }
-      float* wide = s.expand_latent.room(m * latent_dim);
-      compute_->from_bf16(latent.ptr<const Bf16>(), m * latent_dim, wide);
-      expand(layer, wide, m, s.expand_k.room(m * heads * nope), s.expand_v.room(m * heads * v_dim));
-      compute_->to_bf16(s.expand_k.data(), m * heads * nope, k.ptr<Bf16>());
-      compute_->to_bf16(s.expand_v.data(), m * heads * v_dim, values.ptr<Bf16>());
-    };
-    TensorView out = view_of(s.heads.data(), {n, heads, v_dim});
-    if (narrow) {
-      out.data = s.out16.room<Bf16>(n * heads * v_dim);
-      out.dtype = DType::kBf16;
-    }
-    {
-      const Timer timer(stats_.attention_seconds);
-      backend_->dense_prefill({.layer = index,
-                               .q = q,
-                               .k_nope = k_nope,
-                               .k_rope = k_rope,
-                               .v = v,
-                               .write = AlreadyWritten{},
-                               .expand = expand_chunk,
-                               .out = out,
-                               .lse = {}});
-    }
-    if (narrow) compute_->from_bf16(s.out16.data<Bf16>(), n * heads * v_dim, s.heads.data());
-  }
-  if (absorbed.size() == 0) return;
-  absorb(layer, absorbed);
-  {
-    const Timer timer(stats_.attention_seconds);
-    backend_->attend({.layer = index,
-                      .rows = expanded ? StepRows::kDecode : StepRows::kAll,
-                      .q = query_view(s.absorbed.data(), {absorbed.size(), heads, latent_dim + rope_dim}, s.q16),
-                      .write = AlreadyWritten{},
-                      .selection = AttendAll{},
-                      .out = view_of(s.attended.data(), {absorbed.size(), heads, latent_dim}),
-                      .lse = {}});
-  }
-  unabsorb(layer, absorbed);
-}
-
-void Decoder::absorb(const Layer& layer, Range rows) {
-  const ModelConfig& c = config_;
-  Scratch& s = *scratch_;
-  const int64_t heads = c.num_attention_heads, nope = c.qk_nope_head_dim, q_dim = c.qk_head_dim();
-  const int64_t latent_dim = c.kv_lora_rank, rope_dim = c.qk_rope_head_dim, row_dim = latent_dim + rope_dim;
-  const float* q = s.q.data() + rows.begin * heads * q_dim;
-  float* out = s.absorbed.room(rows.size() * heads * row_dim);
-  s.attended.room(rows.size() * heads * latent_dim);
-  std::vector<Product> products;
-  for (int64_t h = 0; h < heads; ++h)
-    products.push_back({.x = q + h * q_dim,
-                        .x_stride = heads * q_dim,
-                        .rows = rows.size(),
-                        .w = layer.kv_b.row_slice(h * (nope + c.v_head_dim), nope),
-                        .form = ProductForm::kPlain,
-                        .y = out + h * row_dim,
-                        .y_stride = heads * row_dim});
-  compute_->run(products);
-  compute_->copy_rows(q + nope, q_dim, rows.size() * heads, rope_dim, out + latent_dim, row_dim);
-}
-
-void Decoder::unabsorb(const Layer& layer, Range rows) {
-  const ModelConfig& c = config_;
-  Scratch& s = *scratch_;
-  const int64_t heads = c.num_attention_heads, nope = c.qk_nope_head_dim, v_dim = c.v_head_dim,
-                latent_dim = c.kv_lora_rank;
-  std::vector<Product> products;
-  for (int64_t h = 0; h < heads; ++h)
-    products.push_back({.x = s.attended.data() + h * latent_dim,
-                        .x_stride = heads * latent_dim,
-                        .rows = rows.size(),
-                        .w = layer.kv_b.row_slice(h * (nope + v_dim) + nope, v_dim),
-                        .y = s.heads.data() + (rows.begin * heads + h) * v_dim,
-                        .y_stride = heads * v_dim});
-  compute_->run(products);
-}
-
-void Decoder::expand(const Layer& layer, const float* latent, int64_t rows, float* k_nope, float* v) {
-  const ModelConfig& c = config_;
-  const int64_t heads = c.num_attention_heads, nope = c.qk_nope_head_dim, v_dim = c.v_head_dim,
-                latent_dim = c.kv_lora_rank;
-  // The heads of one kind one after the other: a GPU makes one batch of them.
-  std::vector<Product> products;
-  for (int64_t h = 0; h < heads; ++h)
-    products.push_back({.x = latent,
-                        .x_stride = latent_dim,
-                        .rows = rows,
-                        .w = layer.kv_b.row_slice(h * (nope + v_dim), nope),
-                        .y = k_nope + h * nope,
-                        .y_stride = heads * nope});
-  for (int64_t h = 0; h < heads; ++h)
-    products.push_back({.x = latent,
-                        .x_stride = latent_dim,
-                        .rows = rows,
-                        .w = layer.kv_b.row_slice(h * (nope + v_dim) + nope, v_dim),
-                        .y = v + h * v_dim,
-                        .y_stride = heads * v_dim});
-  compute_->run(products);
 }
 
 void Decoder::mlp(const Layer& layer, int64_t rows) {

@@ -13,8 +13,10 @@
 // DecoderOptions::draft is refused.
 //
 // Forms of attention. DSA layers always run the absorbed form over what their indexer chose, prefill and decode alike.
-// Dense MLA layers run the expanded form for prefill rows (prefixes in chunks) and the absorbed one for decode rows; in
-// the invariant mode the absorbed one for every row, since the two differ in rounding.
+// Dense MLA layers run the absorbed form for decode rows. Prefill rows of a step take the form that costs less by the
+// figures of model/prefill_form.h, or the one that DecoderOptions::prefill_form names: expanded (prefixes in chunks) or
+// absorbed. On a GPU they are always expanded; in the invariant mode they are absorbed, since the two differ in
+// rounding and a choice by cost depends on how a prompt is cut.
 //
 // Errors: Error(kCorruptFile) for tensors that are missing or of another dtype or shape; what the backend refuses.
 // Thread safety: used by one thread at a time; spreads its work over the context's executor.
@@ -33,17 +35,13 @@
 #include "model/compute.h"
 #include "model/few_rows.h"
 #include "model/linear.h"
+#include "model/mla_forms.h"
 #include "model/moe.h"
+#include "model/prefill_form.h"
 #include "model/rope_table.h"
 
 namespace gannet {
 inline namespace v0 {
-
-/// How attention reads a query: the projections give fp32.
-enum class QueryPrecision : uint8_t {
-  kF32,
-  kBf16,  ///< rounded to bf16 before attention; faster where the machine multiplies bf16
-};
 
 struct DecoderOptions {
   std::string backend = {};  ///< name in the attention registry; empty: the architecture's default
@@ -58,6 +56,7 @@ struct DecoderOptions {
   int64_t max_context_len = 0;           ///< tokens; 0: the checkpoint's max_position_embeddings
   int64_t prefix_chunk_capacity = 2048;  ///< dense prefill: prefix tokens expanded at a time, H*(N+P+V) values each
   QueryPrecision query = QueryPrecision::kF32;
+  PrefillForm prefill_form = PrefillForm::kAuto;        ///< of dense layers; one of those that can be had
   Device device{};                                      ///< where caches, weights and everything that is computed lie
   ComputePrecision precision = ComputePrecision::kF32;  ///< of projections on a GPU
   bool invariant = false;  ///< rows' bits do not depend on chunks, batch neighbours or threads; on the CPU only
@@ -85,6 +84,8 @@ std::vector<LatentFormat> latent_formats(const ModelConfig& config);
 struct DecoderStats {
   double attention_seconds = 0.0;  ///< in the backend: writing caches, selecting, attending; on the CPU only
   double total_seconds = 0.0;      ///< in forward()
+  int64_t expanded_steps = 0;      ///< with prefill rows, in that form
+  int64_t absorbed_steps = 0;      ///< with prefill rows, in that form
   int64_t attended_keys = 0;       ///< keys that rows of sparse layers attended to; on the CPU only
   int64_t visible_keys = 0;        ///< keys that they could have
 };
@@ -160,6 +161,7 @@ class Decoder {
   void load_mtp(Checkpoint& checkpoint);
   void make_backend();
   void prepare(const BatchStep& step);
+  void choose_form();
   void capture(int32_t num_requests, int32_t q_len);
   void check_ids(const char* function, std::span<const int32_t> ids, int64_t rows,
                  std::span<const int64_t> logit_rows) const;
@@ -168,12 +170,9 @@ class Decoder {
   void logits_of(const float* normed, const ForwardOutputs& outputs);
   void project_logits(const float* rows, int64_t n, const ForwardOutputs& outputs);
   void attention(int32_t index, const Layer& layer, int64_t rows, const Choice& choice, const ForwardOutputs& outputs);
-  void sparse_attention(int32_t index, const Layer& layer, int64_t rows, const KvRows& kv, const Choice& choice,
+  void sparse_attention(const MlaRows& x, const Layer& layer, int64_t rows, const KvRows& kv, const Choice& choice,
                         const ForwardOutputs& outputs);
-  void dense_attention(int32_t index, const Layer& layer, int64_t rows, const KvRows& kv);
-  void absorb(const Layer& layer, Range rows);
-  void unabsorb(const Layer& layer, Range rows);
-  void expand(const Layer& layer, const float* latent, int64_t rows, float* k_nope, float* v);
+  void dense_attention(const MlaRows& x, const KvRows& kv);
   void mlp(const Layer& layer, int64_t rows);
   /// Whether a step of that many rows runs through few_: launches fused, bf16, decode or sparse rows only.
   bool runs_few(int64_t rows) const;
@@ -186,8 +185,6 @@ class Decoder {
   void deliver(const float* logits, int64_t n, float* to, int32_t* tokens);
   void rotate(float* x, int64_t rows, int64_t heads, int64_t width, int64_t row_stride, int32_t offset,
               RopePairing pairing);
-  /// A view of fp32 values in the form that attention reads: as they are, or rounded into `storage`.
-  TensorView query_view(float* x, std::initializer_list<int64_t> shape, Array& storage);
   /// A packed view of fp32 values on the decoder's device.
   TensorView view_of(float* x, std::initializer_list<int64_t> shape) const {
     return view(x, DType::kF32, shape, compute_->device());
@@ -215,6 +212,10 @@ class Decoder {
   std::unique_ptr<LatentPool> latent_pool_;
   std::unique_ptr<IndexKPool> index_pool_;
   std::unique_ptr<AttentionBackend> backend_;
+  std::unique_ptr<MlaForms> forms_;
+  OnlyForm only_form_;
+  FormSetup form_setup_;
+  PrefillForm form_ = PrefillForm::kAbsorbed;  // of the step's prefill rows
   std::unique_ptr<SelectionBuffer> selection_;
   // Of the MTP layer: the list of the last draft step, and room for the next one's.
   std::unique_ptr<SelectionBuffer> draft_selection_, next_draft_selection_;

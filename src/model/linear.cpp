@@ -100,6 +100,11 @@ Projector::Projector(Executor& executor, const ProjectorOptions& options)
 
 Projector::~Projector() = default;
 
+std::string projector_impl(const std::string& impl) {
+  if (impl == "portable" || impl == "ref") return "portable";
+  return {};
+}
+
 const char* Projector::impl() const noexcept { return kernels_->name; }
 
 std::string Projector::gemm_library() {

@@ -64,6 +64,9 @@ struct ProjectorOptions {
   std::string impl = {};  ///< instruction set of the loops: "avx512", "portable"; empty: the best that runs here
 };
 
+/// What to give as ProjectorOptions::impl where attention is forced to `impl`: loops follow it as far as there are any.
+std::string projector_impl(const std::string& impl);
+
 class Projector {
  public:
   Projector(Executor& executor, const ProjectorOptions& options = {});

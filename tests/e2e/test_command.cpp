@@ -155,6 +155,49 @@ TEST(Generate, JsonHoldsEverything) {
   EXPECT_TRUE(out["implementations"].contains("sparse_attention"));
 }
 
+TEST(Generate, SaysWhichFormItsPromptTook) {
+  // 40 tokens in chunks of 16: three steps of prefill.
+  std::string ids = "1";
+  for (int i = 2; i <= 40; ++i) ids.append(",").append(std::to_string(i));
+  const auto with = [&](std::vector<std::string> more) {
+    std::vector<std::string> args = {"generate",
+                                     "--model",
+                                     checkpoint_dir("v3-yarn"),
+                                     "--ids",
+                                     ids,
+                                     "--chunk",
+                                     "16",
+                                     "--max-new-tokens",
+                                     "2",
+                                     "--device",
+                                     "cpu",
+                                     "--kv-dtype",
+                                     "fp32"};
+    args.insert(args.end(), more.begin(), more.end());
+    return args;
+  };
+  std::vector<int32_t> tokens;
+  for (const char* form : {"auto", "expanded", "absorbed"}) {
+    const Ran r = gannet_command(with({"--prefill-form", form, "--json"}));
+    ASSERT_EQ(r.code, 0) << r.err;
+    const nlohmann::json out = nlohmann::json::parse(r.out);
+    EXPECT_EQ(out["prefill_form"], form);
+    const int expanded = out["prefill_steps_expanded"], absorbed = out["prefill_steps_absorbed"];
+    EXPECT_EQ(expanded + absorbed, 3) << form;
+    EXPECT_TRUE(form != std::string("expanded") || absorbed == 0) << absorbed;
+    EXPECT_TRUE(form != std::string("absorbed") || expanded == 0) << expanded;
+    const std::vector<int32_t> made = out["ids"];
+    if (tokens.empty()) tokens = made;
+    EXPECT_EQ(made, tokens) << form;
+  }
+  const Ran table = gannet_command(with({"--prefill-form", "expanded"}));
+  EXPECT_NE(table.out.find("prefill form  expanded: expanded in 3 steps, absorbed in 0"), std::string::npos)
+      << table.out;
+  const Ran invariant = gannet_command(with({"--invariant"}));
+  EXPECT_NE(invariant.out.find("prefill form  auto: expanded in 0 steps, absorbed in 3"), std::string::npos)
+      << invariant.out;
+}
+
 TEST(Generate, SpeculatesWithTheMtpLayer) {
   const auto generated = [&](const std::string& drafts) {
     const Ran r = gannet_command(generate(
@@ -452,6 +495,17 @@ TEST(BadInput, OptionsOfTheCommand) {
                  {"--index-dtype", "indexer"});
   expect_refused({"generate", "--model", checkpoint_dir("v3-yarn"), "--ids", "1", "--index-hadamard"},
                  {"--index-hadamard", "indexer"});
+  const std::string dense = checkpoint_dir("v3-yarn");
+  expect_refused({"generate", "--model", dense, "--ids", "1", "--prefill-form", "quick"},
+                 {"--prefill-form", "quick", "auto, expanded, absorbed"});
+  expect_refused(
+      {"generate", "--model", dense, "--ids", "1", "--device", "cpu", "--invariant", "--prefill-form", "expanded"},
+      {"--prefill-form", "expanded", "auto, absorbed", "invariant"});
+  expect_refused(generate({"--prompt", kKing, "--prefill-form", "expanded"}),
+                 {"--prefill-form", "expanded", "auto, absorbed", "sparse"});
+  expect_refused({"verify", "--model", dense, "--prefill-form", ""}, {"--prefill-form", "auto, expanded, absorbed"});
+  expect_refused({"verify", "--op", "rope", "--prefill-form", "absorbed"}, {"--prefill-form", "--model"});
+  expect_refused({"bench", "--op", "topk", "--keys", "0"}, {"--keys", "0", "prefill_form"});
   expect_refused(generate({"--prompt", kKing, "--pages", "999999999"}), {"--pages", "999999999", "33554430"});
   expect_refused(generate({"--prompt-file", "/dev/zero"}), {"/dev/zero", "2097152 bytes", "max_position_embeddings"});
   expect_refused(generate({"--prompt", kKing, "--backend", "flash"}), {"flash", "dsa"});

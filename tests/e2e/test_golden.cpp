@@ -10,7 +10,7 @@ constexpr int64_t kOracleTokens = 100;
 
 void compare_all(const std::string& name, LatentFormat latent, IndexKFormat index, const std::string& impl,
                  bool invariant = false, int64_t chunk = 512, QueryPrecision query = QueryPrecision::kF32,
-                 bool hadamard = false) {
+                 bool hadamard = false, PrefillForm form = PrefillForm::kAuto) {
   ThreadPool pool({.num_threads = 2});
   const Context context{.executor = &pool};
   Checkpoint checkpoint = Checkpoint::open(checkpoint_dir(name));
@@ -27,6 +27,7 @@ void compare_all(const std::string& name, LatentFormat latent, IndexKFormat inde
                    .index_hadamard = hadamard,
                    .num_pages = pages_for(static_cast<int64_t>(longest), 64) + 1,
                    .query = query,
+                   .prefill_form = form,
                    .invariant = invariant,
                    .draft = has_mtp(prompts)});
   EXPECT_TRUE(decoder.unknown_tensors().empty()) << decoder.unknown_tensors().front();
@@ -71,6 +72,24 @@ TEST_P(Golden, EveryFormatStaysClose) {
 
 TEST_P(Golden, TheInvariantModeIsExactToo) {
   compare_all(GetParam(), LatentFormat::kF32, IndexKFormat::kF32, implementations(false).front(), true);
+}
+
+// Whatever auto makes of these small models, both forms are held to the reference, in one step and over chunks.
+TEST_P(Golden, EitherFormOfPrefillIsExact) {
+  if (load_config(checkpoint_dir(GetParam())).is_dsa()) GTEST_SKIP() << "sparse attention has one form";
+  constexpr int64_t kChunk = 64;
+  for (const PrefillForm form : {PrefillForm::kExpanded, PrefillForm::kAbsorbed}) {
+    for (const std::string& impl : implementations(false)) {
+      for (const int64_t chunk : {kChunk, int64_t{512}})
+        compare_all(GetParam(), LatentFormat::kF32, IndexKFormat::kF32, impl, false, chunk, QueryPrecision::kF32, false,
+                    form);
+      for (const QueryPrecision query : {QueryPrecision::kF32, QueryPrecision::kBf16})
+        compare_all(GetParam(), LatentFormat::kBf16, IndexKFormat::kE4m3, impl, false, kChunk, query, false, form);
+    }
+    for (const LatentFormat latent : latent_formats(load_config(checkpoint_dir(GetParam()))))
+      compare_all(GetParam(), latent, IndexKFormat::kE4m3, implementations(false).front(), false, kChunk,
+                  QueryPrecision::kF32, false, form);
+  }
 }
 
 // The golden files know no rotation: with exact index keys a pool that rotates selects the same keys up to ties, and

@@ -67,6 +67,31 @@ TEST_P(Independence, WithinRounding) {
   }
 }
 
+TEST_P(Independence, TheFormsOfPrefillAgreeWithinRounding) {
+  if (load_config(checkpoint_dir(GetParam())).is_dsa()) GTEST_SKIP() << "sparse attention has one form";
+  const Request request{.prompt = golden_prompt(GetParam(), "medium").ids, .max_new_tokens = 8};
+  for (const std::string& impl : implementations(false)) {
+    RunSetup base{.checkpoint = GetParam()};
+    base.decoder.latent_format = LatentFormat::kF32;
+    base.decoder.impl = impl;
+    base.decoder.prefill_form = PrefillForm::kExpanded;
+    base.engine.chunk = 1 << 20;
+    const RunResult whole = run(base, request);
+    base.decoder.prefill_form = PrefillForm::kAbsorbed;
+    for (const Variant& v : variants(base)) {
+      const RunResult r = run(v.setup, request, v.neighbours);
+      ASSERT_EQ(r.logits.size(), whole.logits.size()) << v.name;
+      double worst = 0.0;
+      for (size_t i = 0; i < r.logits.size(); ++i)
+        worst = std::max(worst, std::abs(double{r.logits[i]} - double{whole.logits[i]}));
+      std::printf("[ %s %s ] absorbed, %s: logits differ by %.1e\n", GetParam().c_str(), impl.c_str(), v.name.c_str(),
+                  worst);
+      EXPECT_LE(worst, 1e-3) << impl << " " << v.name;  // as WithinRounding
+      EXPECT_EQ(r.tokens, whole.tokens) << impl << " " << v.name;
+    }
+  }
+}
+
 TEST_P(Independence, BitwiseInTheInvariantMode) {
   const Request request{.prompt = golden_prompt(GetParam(), "medium").ids, .max_new_tokens = 8};
   for (const std::string& impl : implementations(false)) {

@@ -311,7 +311,7 @@ class Reference {
 
 const std::vector<int32_t> kIds = {3, 7, 1, 29, 0, 7, 7, 12, 18, 4, 22, 9, 5};
 
-void compare(const Shape& s, uint32_t seed, bool invariant) {
+void compare(const Shape& s, uint32_t seed, bool invariant, PrefillForm form = PrefillForm::kAuto) {
   const Folder folder;
   const Tensors tensors = tensors_of(s, seed);
   folder.write(config_of(s), tensors);
@@ -322,7 +322,11 @@ void compare(const Shape& s, uint32_t seed, bool invariant) {
   const Context context{.executor = &pool};
   Checkpoint checkpoint = Checkpoint::open(folder.string());
   Decoder decoder(context, checkpoint,
-                  {.latent_format = LatentFormat::kF32, .num_pages = 3, .invariant = invariant, .draft = s.mtp});
+                  {.latent_format = LatentFormat::kF32,
+                   .num_pages = 3,
+                   .prefill_form = form,
+                   .invariant = invariant,
+                   .draft = s.mtp});
   // What follows each token, and behind the last one what a draft guesses, right or wrong.
   std::vector<int32_t> next(kIds.begin() + 1, kIds.end());
   next.insert(next.end(), {11, 2, 6});
@@ -350,6 +354,11 @@ void compare(const Shape& s, uint32_t seed, bool invariant) {
       decoder.draft(std::span(next).subspan(done, static_cast<size_t>(n)),
                     {.logit_rows = rows, .logits = mtp_logits.data() + done * static_cast<size_t>(s.vocab)});
     done += static_cast<size_t>(n);
+  }
+  const DecoderStats& stats = decoder.stats();
+  EXPECT_EQ(stats.expanded_steps + stats.absorbed_steps, 2);
+  if (form != PrefillForm::kAuto || invariant) {
+    EXPECT_EQ(stats.expanded_steps, form == PrefillForm::kExpanded ? 2 : 0);
   }
   const std::vector<int64_t> first_row = {0};
   for (int32_t k = 1; s.mtp && done < next.size(); ++k, ++done)
@@ -382,6 +391,30 @@ void compare(const Shape& s, uint32_t seed, bool invariant) {
 
 TEST(Decoder, IsItsDefinitionWithTheLatentNormsOwnEps) {
   for (const bool invariant : {false, true}) compare({}, 1, invariant);
+}
+
+TEST(Decoder, IsItsDefinitionInEitherFormOfPrefill) {
+  Shape s;
+  s.mtp = true;
+  for (const PrefillForm form : {PrefillForm::kExpanded, PrefillForm::kAbsorbed}) compare(s, 8, false, form);
+  compare(s, 8, true, PrefillForm::kAbsorbed);
+}
+
+TEST(Decoder, RefusesTheExpandedFormInTheInvariantMode) {
+  const Folder folder;
+  const Shape s;
+  folder.write(config_of(s), tensors_of(s, 9));
+  const Context context{};
+  Checkpoint checkpoint = Checkpoint::open(folder.string());
+  try {
+    Decoder(context, checkpoint, {.num_pages = 2, .prefill_form = PrefillForm::kExpanded, .invariant = true});
+    FAIL() << "bits that depend on the chunk";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.code(), ErrorCode::kInvalidArgument);
+    EXPECT_NE(std::string(e.what()).find("[Decoder] prefill_form is expanded; accepted: auto, absorbed"),
+              std::string::npos)
+        << e.what();
+  }
 }
 
 TEST(Decoder, TakesAModelWithoutAQueryLatent) {
