@@ -6,6 +6,8 @@ inline namespace v0 {
 namespace bench {
 
 void add_ggml_peers(const std::vector<MlaDecode>&, const std::shared_ptr<void>&, std::vector<Peer>&) {}
+void add_ggml_peers(const std::vector<SparseAttention>&, const std::shared_ptr<void>&, std::vector<Peer>&) {}
+void add_ggml_peers(const std::vector<IndexSelect>&, const std::shared_ptr<void>&, std::vector<Peer>&) {}
 
 }  // namespace bench
 }  // namespace v0

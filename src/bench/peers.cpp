@@ -19,12 +19,39 @@ std::vector<uint16_t> contiguous_keys(const MlaDecode& p) {
   return all;
 }
 
-std::vector<Peer> mla_decode_peers(const std::vector<MlaDecode>& copies, const std::shared_ptr<void>& storage) {
+std::vector<float> selection_result(const IndexSelect& p, std::span<const int32_t> slots) {
+  const int64_t rows = p.topk_slots.shape[0], topk = p.topk_slots.shape[1], all = p.cache.num_pages * p.cache.page_size;
+  std::vector<float> chosen(static_cast<size_t>(rows * all));
+  for (int64_t i = 0; i < rows * topk; ++i)
+    if (const int32_t slot = slots[static_cast<size_t>(i)]; slot >= 0)
+      chosen[static_cast<size_t>(i / topk * all + slot)] = 1.0f;
+  return chosen;
+}
+
+std::vector<Peer> peers_of(const std::vector<MlaDecode>& copies, const std::shared_ptr<void>& storage) {
   std::vector<Peer> peers;
   const MlaDecode& p = copies.front();
   if (p.q.shape[0] != 1 || p.q.dtype != DType::kBf16 || p.cache.format != LatentFormat::kBf16) return peers;
   add_onednn_peers(copies, storage, peers);
   add_ggml_peers(copies, storage, peers);
+  return peers;
+}
+
+std::vector<Peer> peers_of(const std::vector<SparseAttention>& copies, const std::shared_ptr<void>& storage) {
+  std::vector<Peer> peers;
+  const SparseAttention& p = copies.front();
+  if (p.q.shape[0] == 1 && p.q.dtype == DType::kBf16 && p.cache.format == LatentFormat::kBf16)
+    add_ggml_peers(copies, storage, peers);
+  return peers;
+}
+
+std::vector<Peer> peers_of(const std::vector<IndexSelect>& copies, const std::shared_ptr<void>& storage) {
+  std::vector<Peer> peers;
+  const IndexSelect& p = copies.front();
+  // An indexer that selects all there is has nothing to do, and is refused there.
+  if (p.rows.seq_lens.shape[0] == 1 && p.q.dtype == DType::kBf16 && p.cache.format != IndexKFormat::kF32 &&
+      *p.rows.seq_lens.ptr<const int32_t>() > p.topk_slots.shape[1])
+    add_ggml_peers(copies, storage, peers);
   return peers;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "bench/problems.h"
@@ -12,17 +13,28 @@ namespace gannet {
 inline namespace v0 {
 namespace bench {
 
-/// Peers for dense decode of one bf16 row a request over a bf16 cache; empty for other problems. They read copies of
-/// the same keys, laid out one behind the other as they want them. `storage` owns what `copies` point to.
-std::vector<Peer> mla_decode_peers(const std::vector<MlaDecode>& copies, const std::shared_ptr<void>& storage);
+/// Peers for one bf16 row of one request over a bf16 cache (dense and sparse decode), or for bf16 rows of one request
+/// over bf16 or e4m3 index keys; empty for other problems. They read copies of the same keys, laid out one behind the
+/// other as they want them. `storage` owns what `copies` point to.
+std::vector<Peer> peers_of(const std::vector<MlaDecode>& copies, const std::shared_ptr<void>& storage);
+std::vector<Peer> peers_of(const std::vector<SparseAttention>& copies, const std::shared_ptr<void>& storage);
+std::vector<Peer> peers_of(const std::vector<IndexSelect>& copies, const std::shared_ptr<void>& storage);
 
 /// Keys of a request of `p` one behind the other: bf16 [keys, latent_dim + rope_dim].
 std::vector<uint16_t> contiguous_keys(const MlaDecode& p);
+
+/// A selection as a result to compare: for each row and slot of the pool 1 where it was chosen, else 0, so that the
+/// relative error is sqrt(2 * missed / chosen). slots: [rows][topk], -1 behind the chosen ones.
+std::vector<float> selection_result(const IndexSelect& p, std::span<const int32_t> slots);
 
 // Of each library; peers_<library>.cpp or its stub no_<library>_peers.cpp.
 void add_onednn_peers(const std::vector<MlaDecode>& copies, const std::shared_ptr<void>& storage,
                       std::vector<Peer>& peers);
 void add_ggml_peers(const std::vector<MlaDecode>& copies, const std::shared_ptr<void>& storage,
+                    std::vector<Peer>& peers);
+void add_ggml_peers(const std::vector<SparseAttention>& copies, const std::shared_ptr<void>& storage,
+                    std::vector<Peer>& peers);
+void add_ggml_peers(const std::vector<IndexSelect>& copies, const std::shared_ptr<void>& storage,
                     std::vector<Peer>& peers);
 
 // ---- peer_softmax_avx512_bf16.cpp ----

@@ -50,6 +50,10 @@ class PlannedCall final : public Call {
       std::vector<std::byte> workspace(plan.workspace_bytes());
       plan.run(p, workspace);
       return out;
+    } else if constexpr (std::is_same_v<Params, IndexSelect>) {
+      const IndexSelect& p = copies_.front();
+      plan_.run(p, workspace_);
+      return selection_result(p, {p.topk_slots.ptr<const int32_t>(), static_cast<size_t>(p.topk_slots.num_elements())});
     } else {
       return {};
     }
@@ -75,9 +79,12 @@ Json paged_shape(const Grid& grid, int heads, int keys, int q_len, Json shape) {
 }
 
 template <class Params>
-Problem finish(std::vector<Params> copies, std::shared_ptr<Storage> storage, std::string label, Json shape,
-               double flops, double bytes, bool fp32) {
+Problem finish(const Grid& grid, std::vector<Params> copies, std::shared_ptr<Storage> storage, std::string label,
+               Json shape, double flops, double bytes, bool fp32) {
   Problem p;
+  if constexpr (requires { peers_of(copies, storage); }) {
+    if (grid.peers) p.peers = peers_of(copies, storage);
+  }
   p.op = Params::kName;
   p.label = std::move(label);
   shape["copies"] = copies.size();
@@ -213,15 +220,11 @@ Problem mla_decode(const Grid& grid, int heads, int keys, int q_len) {
   const double flops = 2.0 * grid.batch * pairs * heads * (2 * kLatentDim + kRopeDim);
   const double bytes =
       cache_bytes + static_cast<double>(rows) * heads * (2 * kLatentDim + kRopeDim) * dtype_bytes(grid.dtype);
-  std::vector<Peer> peers;
-  if (grid.peers) peers = mla_decode_peers(copies, s);
-  Problem problem = finish(std::move(copies), s,
-                           fmt::format("H={} n={} B={} S={} q={} kv={}", heads, keys, grid.batch, q_len,
-                                       row_word(grid.dtype), to_string(grid.latent_format)),
-                           paged_shape(grid, heads, keys, q_len, {{"kv", to_string(grid.latent_format)}}), flops, bytes,
-                           grid.dtype == DType::kF32 || grid.latent_format == LatentFormat::kF32);
-  problem.peers = std::move(peers);
-  return problem;
+  return finish(grid, std::move(copies), s,
+                fmt::format("H={} n={} B={} S={} q={} kv={}", heads, keys, grid.batch, q_len, row_word(grid.dtype),
+                            to_string(grid.latent_format)),
+                paged_shape(grid, heads, keys, q_len, {{"kv", to_string(grid.latent_format)}}), flops, bytes,
+                grid.dtype == DType::kF32 || grid.latent_format == LatentFormat::kF32);
 }
 
 /// Ascending distinct positions below `keys`, as a selection gives them.
@@ -266,7 +269,7 @@ Problem sparse_attention(const Grid& grid, int heads, int keys, int q_len) {
   const double flops = 2.0 * static_cast<double>(rows) * chosen * heads * (2 * kLatentDim + kRopeDim);
   const double bytes = static_cast<double>(rows) * (chosen * (row_bytes + sizeof(int32_t)) +
                                                     heads * (2 * kLatentDim + kRopeDim) * dtype_bytes(grid.dtype));
-  return finish(std::move(copies), s,
+  return finish(grid, std::move(copies), s,
                 fmt::format("H={} k={} of n={} B={} S={} q={} kv={}", heads, chosen, keys, grid.batch, q_len,
                             row_word(grid.dtype), to_string(grid.latent_format)),
                 paged_shape(grid, heads, keys, q_len, {{"topk", grid.topk}, {"kv", to_string(grid.latent_format)}}),
@@ -300,7 +303,7 @@ Problem indexer(const Grid& grid, int heads, int keys, int q_len, Params p, std:
   const double bytes = (pairs > 0.0 ? cache_bytes : 0.0) +
                        static_cast<double>(rows) * heads * (kIndexHeadDim * dtype_bytes(grid.dtype) + 4.0) +
                        extra_bytes;
-  return finish(std::move(copies), s,
+  return finish(grid, std::move(copies), s,
                 fmt::format("Hi={} n={} B={} S={} q={} k={}", heads, keys, grid.batch, q_len, row_word(grid.dtype),
                             to_string(grid.index_format)),
                 paged_shape(grid, heads, keys, q_len, {{"topk", grid.topk}, {"index_k", to_string(grid.index_format)}}),
@@ -339,7 +342,7 @@ Problem topk(const Grid& grid, int keys, int rows) {
     copies.push_back(p);
   }
   const double bytes = static_cast<double>(rows) * (keys + std::min(keys, grid.topk)) * 4.0;
-  return finish(std::move(copies), s, fmt::format("k={} of n={} rows={}", grid.topk, keys, rows),
+  return finish(grid, std::move(copies), s, fmt::format("k={} of n={} rows={}", grid.topk, keys, rows),
                 {{"topk", grid.topk}, {"keys", keys}, {"rows", rows}}, 0.0, bytes, true);
 }
 
@@ -361,7 +364,7 @@ Problem ragged_prefill(const Grid& grid, int heads, int keys, int qk_dim, int v_
   const double flops = 2.0 * pairs * heads * (qk_dim + v_dim);
   const double bytes = static_cast<double>(rows) * heads * 2.0 * (qk_dim + v_dim) * dtype_bytes(grid.dtype);
   return finish(
-      std::vector<RaggedPrefill>{p}, s,
+      grid, std::vector<RaggedPrefill>{p}, s,
       fmt::format("H={} n={} B={} {}/{} causal {}", heads, keys, grid.batch, qk_dim, v_dim, row_word(grid.dtype)),
       {{"heads", heads},
        {"keys", keys},
@@ -386,7 +389,8 @@ Problem merge_state(const Grid& grid, int heads, int rows) {
     p.lse_b = s->normal(DType::kF32, {rows, heads});
     copies.push_back(p);
   }
-  return finish(std::move(copies), s, fmt::format("H={} rows={} V={} {}", heads, rows, kValueDim, row_word(grid.dtype)),
+  return finish(grid, std::move(copies), s,
+                fmt::format("H={} rows={} V={} {}", heads, rows, kValueDim, row_word(grid.dtype)),
                 {{"heads", heads}, {"rows", rows}, {"v_dim", kValueDim}, {"dtype", to_string(grid.dtype)}},
                 3.0 * rows * heads * kValueDim, 3.0 * side, true);
 }
@@ -408,7 +412,7 @@ Problem latent_move(const Grid& grid, int rows) {
     p.cache = make_latent(*s, grid, num_pages, true);
     copies.push_back(p);
   }
-  return finish(std::move(copies), s,
+  return finish(grid, std::move(copies), s,
                 fmt::format("rows={} {} kv={}", rows, row_word(grid.dtype), to_string(grid.latent_format)),
                 {{"rows", rows},
                  {"dtype", to_string(grid.dtype)},

@@ -15,8 +15,11 @@
 //   - keys go in blocks of kKeyBlock, which all rows of a block of rows use while it is in the first two cache levels.
 //     e4m3 keys become bf16 pairs here, exactly, and their scale multiplies the head sum.
 // e4m3 queries are widened as they are packed: to bf16, exactly, or to fp32.
-// fp32 queries or an fp32 cache take the same route with one fp32 value a step instead of a pair, at half the speed; so
-// does everything where the pair product is not an instruction (kNativeDot2).
+// With tiles (vec_amx_bf16.h) the packed queries are the second operand of a product as they lie, and 16 keys the
+// first: 4 steps of 4 products for 16 keys of 64 heads, 256 cycles where pairs take 2,048; a page's keys are read where
+// they are, and others gathered. Relu, weights and head sum are the same code, over results in L1. fp32 queries or an
+// fp32 cache take the same route with one fp32 value a step instead of a pair, at half the speed; so does everything
+// where the pair product is not an instruction (kNativeDot2).
 //
 // Determinism: the chain of a lane, the order of vectors in a row (first to last, fused), and the horizontal sum are
 // fixed by Hi and Di alone.
@@ -24,6 +27,9 @@
 
 #include "cpu/kernel_table.h"
 #include "cpu/kernels/query_rows-inl.h"
+#ifdef GANNET_TILES
+#include "cpu/kernels/tiles-inl.h"
+#endif
 
 namespace gannet {
 inline namespace v0 {
@@ -38,7 +44,12 @@ constexpr int tile_keys(int vectors) {
   const int n = (kVectorRegisters - vectors - 2) / vectors;
   return n > 12 ? 12 : n;
 }
+#ifdef GANNET_TILES
+constexpr int kKeyBlock = 144;  // a multiple of 16 as well
+static_assert(kKeyBlock % kTileRows == 0);
+#else
 constexpr int kKeyBlock = 72;  // a multiple of every tile_keys; 72 bf16 keys of 128 values are 18 KiB
+#endif
 static_assert(kKeyBlock % tile_keys(1) == 0 && kKeyBlock % tile_keys(2) == 0 && kKeyBlock % tile_keys(3) == 0 &&
               kKeyBlock % tile_keys(4) == 0);
 constexpr int kMaxBlockLanes = 512;  // lanes of a row block: 8 rows of 64 heads, 128 KiB of packed queries, half of L2
@@ -369,10 +380,11 @@ struct TileTask {
   const KeyBlock* keys;
   bool scaled;  // multiply by keys->scales
   int lanes_per_row;
-  W last_lanes;       // ones in the lanes of a unit's last vector that are heads
-  float* partial;     // [kKeyBlock][kLanes]: head sums of a row's earlier tiles
-  bool first_of_row;  // partial holds nothing yet
-  bool last_of_row;   // the row ends in this tile
+  W last_lanes;         // ones in the lanes of a unit's last vector that are heads
+  std::byte* gathered;  // [kKeyBlock] keys in pairs: IndexScratch::keys
+  float* partial;       // [kKeyBlock][kLanes]: head sums of a row's earlier tiles
+  bool first_of_row;    // partial holds nothing yet
+  bool last_of_row;     // the row ends in this tile
   float* out[kMaxTileRows];
   int limit[kMaxTileRows];
 };
@@ -381,10 +393,101 @@ GANNET_INLINE void store_logit(const TileTask& task, int row, int key, float sum
   task.out[row][key] = task.scaled ? sum * task.keys->scales[key] : sum;
 }
 
+/// What follows the dot products of the keys from `first` on: relu, weights and head sums.
+template <int kKeys, int kVectors, int kUnits>
+GANNET_INLINE void finish_keys(const TileTask& task, int first, const F (&acc)[kKeys][kVectors]) {
+  constexpr int kPerUnit = kVectors / kUnits;
+  const int count = task.keys->count;
+#pragma GCC unroll 16
+  for (int u = 0; u < kUnits; ++u) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kKeys; ++i) {
+      const int key = first + i;
+      F sum = task.first_of_row || key >= count ? zero() : loadu(task.partial + key * kLanes);
+#pragma GCC unroll 16
+      for (int v = 0; v < kPerUnit; ++v) {
+        F x = max(zero(), acc[i][u * kPerUnit + v]);  // NaN stays
+        if (v == kPerUnit - 1 && task.last_of_row) x = and_mask(x, task.last_lanes);
+        sum = fma(loadu(task.weights + (u * kPerUnit + v) * kLanes), x, sum);
+      }
+      if (!task.last_of_row) {
+        if (key < count) storeu(task.partial + key * kLanes, sum);
+      } else if (task.lanes_per_row == kLanes) {
+        if (key < task.limit[u]) store_logit(task, u, key, reduce_add(sum));
+      } else {
+        float sums[kLanes];
+        storeu(sums, sum_groups(sum, task.lanes_per_row));
+        const int rows = kLanes / task.lanes_per_row;
+        for (int r = 0; r < rows; ++r) {
+          if (key < task.limit[u * rows + r]) store_logit(task, u * rows + r, key, sums[r * task.lanes_per_row]);
+        }
+      }
+    }
+  }
+}
+
+#ifdef GANNET_TILES
+
+template <int kVector>
+GANNET_INLINE void tile_of_queries(const uint32_t* queries, int64_t stride) {
+  constexpr int kOperand = 5 + kVector % 3;
+  tile_load<kOperand>(queries + kVector * kLanes, stride);
+  tile_dot<kVector, 4, kOperand>();
+}
+
+/// score_tile by products of 16 keys, where a dot product is a whole number of their steps.
+template <int kVectors, int kUnits>
+inline __attribute__((noinline)) void score_by_tiles(const TileTask& task) {
+  const KeyBlock& block = *task.keys;
+  const int64_t row_bytes = int64_t{task.num_words} * 4, query_stride = int64_t{kVectors} * kTileBytes;
+  alignas(64) float results[kTileRows][kVectors][kLanes];
+  for (int t = 0; t < block.count; t += kTileRows) {
+    const int n = block.count - t < kTileRows ? block.count - t : kTileRows;
+    std::byte* const gathered = task.gathered + t * row_bytes;
+    const std::byte* keys = block.values[t];
+    if (keys != gathered) {  // else converted there, with room for 16
+      bool together = n == kTileRows;
+      for (int i = 1; i < n; ++i) together = together && block.values[t + i] == keys + i * row_bytes;
+      if (!together) {
+        for (int i = 0; i < n; ++i) std::memcpy(gathered + i * row_bytes, block.values[t + i], row_bytes);
+        keys = gathered;
+      }
+    }
+    tile_zero<0>();
+    if constexpr (kVectors > 1) tile_zero<1>();
+    if constexpr (kVectors > 2) tile_zero<2>();
+    if constexpr (kVectors > 3) tile_zero<3>();
+    const uint32_t* queries = task.queries;
+    for (int c = 0; c < task.num_words; c += kTileWords, queries += kTileWords * kVectors * kLanes) {
+      tile_load<4>(keys + int64_t{c} * 4, row_bytes);
+      tile_of_queries<0>(queries, query_stride);
+      if constexpr (kVectors > 1) tile_of_queries<1>(queries, query_stride);
+      if constexpr (kVectors > 2) tile_of_queries<2>(queries, query_stride);
+      if constexpr (kVectors > 3) tile_of_queries<3>(queries, query_stride);
+    }
+    tile_store<0>(results[0][0], sizeof results[0]);
+    if constexpr (kVectors > 1) tile_store<1>(results[0][1], sizeof results[0]);
+    if constexpr (kVectors > 2) tile_store<2>(results[0][2], sizeof results[0]);
+    if constexpr (kVectors > 3) tile_store<3>(results[0][3], sizeof results[0]);
+    for (int i = 0; i < n; ++i) {
+      F acc[1][kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) acc[0][v] = loadu(results[i][v]);
+      finish_keys<1, kVectors, kUnits>(task, t + i, acc);
+    }
+  }
+}
+
+#endif
+
 template <class Step, int kVectors, int kUnits>
 inline __attribute__((noinline)) void score_tile(const TileTask& task) {
+#ifdef GANNET_TILES
+  if constexpr (Step::kValuesPerWord == 2) {
+    if (task.num_words % kTileWords == 0) return score_by_tiles<kVectors, kUnits>(task);
+  }
+#endif
   constexpr int kKeys = tile_keys(kVectors);
-  constexpr int kPerUnit = kVectors / kUnits;
   const int count = task.keys->count;
   for (int t = 0; t < count; t += kKeys) {
     // Beyond the last key its values repeat; those results are dropped.
@@ -407,31 +510,7 @@ inline __attribute__((noinline)) void score_tile(const TileTask& task) {
         for (int v = 0; v < kVectors; ++v) acc[i][v] = Step::step(acc[i][v], queries[v], k);
       }
     }
-#pragma GCC unroll 16
-    for (int u = 0; u < kUnits; ++u) {
-#pragma GCC unroll 16
-      for (int i = 0; i < kKeys; ++i) {
-        F sum = task.first_of_row || t + i >= count ? zero() : loadu(task.partial + (t + i) * kLanes);
-#pragma GCC unroll 16
-        for (int v = 0; v < kPerUnit; ++v) {
-          F x = max(zero(), acc[i][u * kPerUnit + v]);  // NaN stays
-          if (v == kPerUnit - 1 && task.last_of_row) x = and_mask(x, task.last_lanes);
-          sum = fma(loadu(task.weights + (u * kPerUnit + v) * kLanes), x, sum);
-        }
-        if (!task.last_of_row) {
-          if (t + i < count) storeu(task.partial + (t + i) * kLanes, sum);
-        } else if (task.lanes_per_row == kLanes) {
-          if (t + i < task.limit[u]) store_logit(task, u, t + i, reduce_add(sum));
-        } else {
-          float sums[kLanes];
-          storeu(sums, sum_groups(sum, task.lanes_per_row));
-          const int rows = kLanes / task.lanes_per_row;
-          for (int r = 0; r < rows; ++r) {
-            if (t + i < task.limit[u * rows + r]) store_logit(task, u * rows + r, t + i, sums[r * task.lanes_per_row]);
-          }
-        }
-      }
-    }
+    finish_keys<kKeys, kVectors, kUnits>(task, t, acc);
   }
 }
 
@@ -468,6 +547,10 @@ inline void score_keys(const IndexProblem& x, const RowBlock& block, const Index
   task.lanes_per_row = x.lanes_per_row;
   task.last_lanes = load_w(last_lanes);
   task.partial = scratch.partial;
+  task.gathered = scratch.keys;
+#ifdef GANNET_TILES
+  tiles_begin();
+#endif
   for (int64_t first = begin; first < end; first += kKeyBlock) {
     load_keys(x, block.request, first, static_cast<int>(smaller(kKeyBlock, end - first)), scratch.keys, &keys);
     if (first + kKeyBlock < end)
@@ -499,6 +582,9 @@ inline void score_keys(const IndexProblem& x, const RowBlock& block, const Index
       }
     }
   }
+#ifdef GANNET_TILES
+  tiles_end();
+#endif
 }
 
 }  // namespace

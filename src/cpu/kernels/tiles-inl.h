@@ -59,7 +59,7 @@ GANNET_INLINE void tile_block(const TileOperands& t, int64_t steps, bool fresh) 
 
 // c (+)= a . b. Two columns of tiles of b stay in L1 while all rows of a pass: 16 KiB at 256 keys, 36 KiB at 576
 // values.
-void tile_product(const TileOperands& t, int64_t steps, int row_tiles, int column_tiles, bool fresh) {
+[[maybe_unused]] void tile_product(const TileOperands& t, int64_t steps, int row_tiles, int column_tiles, bool fresh) {
   for (int j = 0; j < column_tiles; j += 2) {
     for (int i = 0; i < row_tiles; i += 2) {
       TileOperands x = t;
