@@ -11,7 +11,7 @@
 //
 // Workspace, with R = rows_per_block (8 for 64 heads), C = piece (8,192 keys, or 4 k if that is more, never more than
 // max_seq_len), E = min(rows, R * 6 * workers) rows in flight when keys are cut:
-//   workers * (packed queries and keys: at most 512 lanes * Di * 4 bytes + 72 * Di * 4 + ..., and
+//   workers * (packed queries and keys: at most 512 lanes * Di * 4 bytes + kKeyBlock * Di * 4 + ..., and
 //              R * (C + k) * 4 + R * k * 4 + k * 4 + 32 KiB)
 //   + E * min(max_seq_len, 4 * workers * k) * 8 + 8 * (requests + 1).
 // 64 heads, k 2,048, bf16: 0.7 MiB a worker at any context from 8,192 keys on.
